@@ -1,0 +1,50 @@
+"""What can go wrong for a user. Each error says what was wrong, names the value, and says how to mend it.
+
+A command prints the message as one line and leaves with ``exit_code``; assertions are for our own bugs.
+"""
+
+
+class QuantkitError(Exception):
+    """A known failure (exit code 1).
+
+    Args:
+        message: one line that names the value that is wrong.
+        fix: what the user can do about it; appended to the message.
+    """
+
+    exit_code = 1
+
+    def __init__(self, message: str, *, fix: str | None = None) -> None:
+        self.message = message
+        self.fix = fix
+        super().__init__(f"{message}. {fix}" if fix else message)
+
+
+class UsageError(QuantkitError):
+    """The command line or a request is wrong (exit code 2)."""
+
+    exit_code = 2
+
+
+class RecipeError(UsageError):
+    """The recipe is wrong: unknown key, wrong type, impossible combination (exit code 2)."""
+
+
+class SourceError(QuantkitError):
+    """The model cannot be found or read."""
+
+
+class CalibrationError(QuantkitError):
+    """The calibration data is missing, empty or too short."""
+
+
+class QuantizationError(QuantkitError):
+    """A layer cannot be quantized as the recipe asks."""
+
+
+class CheckpointError(QuantkitError):
+    """A checkpoint cannot be written, or what was written does not read back as it should."""
+
+
+class EngineError(QuantkitError):
+    """A request that the engine refuses, or one that failed."""
