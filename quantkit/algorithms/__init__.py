@@ -1,0 +1,75 @@
+"""Algorithms: a weight and the statistics of its inputs go in, integer codes and scales come out.
+
+A newcomer adds one file and one line to ``ALGORITHMS``. An algorithm is a function
+
+    algorithm(weight, statistics, scheme, options, scale_dtype) -> Solution
+
+with ``weight`` [N, K] float32, ``statistics`` the inputs' second moment or None when the recipe calibrates nothing, and
+``options`` the file's own ``Options`` dataclass. It works on each row alone: layers that share their input are solved
+together by stacking their rows.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.calibration.statistics import InputStatistics
+from quantkit.errors import RecipeError
+from quantkit.primitives import QuantizedWeight
+from quantkit.scheme import QuantScheme
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """What an algorithm found.
+
+    Attributes:
+        weight: codes and scales, the scales in the dtype that is stored.
+        damp_fraction: damping that was used, as a fraction of the Hessian's mean diagonal; None if there is none.
+        dead_columns: input columns that no calibration token ever activated.
+        fallbacks: in plain words, whatever was done other than asked; empty when nothing was.
+    """
+
+    weight: QuantizedWeight
+    damp_fraction: float | None = None
+    dead_columns: int = 0
+    fallbacks: tuple[str, ...] = field(default_factory=tuple)
+
+
+AlgorithmFunction = Callable[[Tensor, InputStatistics | None, QuantScheme, Any, torch.dtype], Solution]
+
+
+@dataclass(frozen=True, slots=True)
+class Algorithm:
+    """An entry of the table, imported: the function, its options and whether it needs calibration."""
+
+    name: str
+    solve: AlgorithmFunction
+    options: Any
+    needs_calibration: bool
+
+
+ALGORITHMS = {  # recipe name -> module; imported on first use
+    "rtn": "quantkit.algorithms.rtn",
+    "gptq": "quantkit.algorithms.gptq",
+}
+
+
+def load_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
+    """Import an algorithm and check its options.
+
+    Raises:
+        RecipeError: unknown name, or an option that the algorithm does not have.
+    """
+    if name not in ALGORITHMS:
+        raise RecipeError(f"unknown algorithm {name!r}", fix=f"Choose from {', '.join(sorted(ALGORITHMS))}")
+    module = importlib.import_module(ALGORITHMS[name])
+    try:
+        built = module.Options(**(options or {}))
+    except TypeError as error:
+        raise RecipeError(f"algorithm {name}: {error}") from error
+    return Algorithm(name, getattr(module, name), built, module.NEEDS_CALIBRATION)

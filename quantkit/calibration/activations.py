@@ -1,0 +1,95 @@
+"""The two ends of a model that is run block by block: from token ids to the first block, and from the last one to logits."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.architectures import DecoderBlocks
+from quantkit.calibration.staged_block import BlockBatch
+
+
+class _Passage(nn.Module):
+    """Stands in for a decoder block: notes what it is given and hands a tensor on."""
+
+    def __init__(self, block: nn.Module, calls: list[tuple[Tensor, Mapping[str, Any]]], answer: Tensor | None) -> None:
+        super().__init__()
+        self._block = [block]  # in a list, so that it does not become a submodule
+        self._calls, self._answer = calls, answer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._block[0], name)  # models ask their blocks for attention_type and the like
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if args:
+            raise TypeError(f"{type(self._block[0]).__name__} is given positional arguments besides the hidden states")
+        self._calls.append((hidden, kwargs))
+        return hidden if self._answer is None else self._answer
+
+
+@contextmanager
+def _passages(
+    model: nn.Module, decoder: DecoderBlocks, answer: Tensor | None = None
+) -> Iterator[list[tuple[Tensor, Mapping[str, Any]]]]:
+    """Put a passage in the place of every block; yields the calls, one a block."""
+    parent_name, _, attribute = decoder.name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    original = getattr(parent, attribute)
+    calls: list[tuple[Tensor, Mapping[str, Any]]] = []
+    setattr(parent, attribute, nn.ModuleList(_Passage(block, calls, answer) for block in decoder.blocks))
+    try:
+        yield calls
+    finally:
+        setattr(parent, attribute, original)
+
+
+def enter_blocks(
+    model: nn.Module, decoder: DecoderBlocks, token_ids: Tensor, token_mask: Tensor, batch_size: int
+) -> list[BlockBatch]:
+    """Embed the windows and note what the model passes to each of its blocks.
+
+    Args:
+        model: everything outside the blocks has its weights; the blocks themselves are not run.
+        decoder: the model's blocks.
+        token_ids: [W, T] int64.
+        token_mask: [W, T] bool; padding stands at the end of a window, so a causal model never looks at it.
+        batch_size: windows a batch.
+
+    Returns:
+        The batches at the door of block 0.
+    """
+    batches = []
+    for start in range(0, token_ids.shape[0], batch_size):
+        part = token_ids[start : start + batch_size]
+        with torch.inference_mode(), _passages(model, decoder) as calls:
+            model(part, use_cache=False, logits_to_keep=1)
+        batches.append(BlockBatch(calls[0][0].float(), token_mask[start : start + batch_size], [k for _, k in calls]))
+    return batches
+
+
+def leave_blocks(model: nn.Module, decoder: DecoderBlocks, token_ids: Tensor, hidden: Tensor) -> Tensor:
+    """Logits of windows whose hidden states have left the last block.
+
+    Args:
+        model: everything outside the blocks has its weights.
+        decoder: the model's blocks.
+        token_ids: [B, T] int64, only for their shape.
+        hidden: [B, T, hidden] output of the last block.
+
+    Returns:
+        [B, T, V] float32.
+    """
+    with torch.inference_mode(), _passages(model, decoder, answer=hidden):
+        logits: Tensor = model(token_ids, use_cache=False).logits
+    return logits.float()
+
+
+def forget_weights(modules: Sequence[nn.Module]) -> None:
+    """Free the parameters of finished blocks."""
+    for module in modules:
+        module.to("meta")
