@@ -1,0 +1,1 @@
+"""The GGUF format of llama.cpp."""

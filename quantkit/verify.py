@@ -1,0 +1,313 @@
+"""Reload a checkpoint with the format's own reader and compare: hashes, tensors, side files, logits, engine rules."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.engine_rules import vllm_notes, vllm_problems
+from quantkit.errors import CheckpointError, SourceError
+from quantkit.expected_logits import ExpectedLogits
+from quantkit.formats.compressed_tensors import PackedConfig, read_quantization_config
+from quantkit.gguf_source import file_sha256
+from quantkit.independent_reader import ReaderModel, StoredLayer, package_accepts, package_codes, stored_layers
+from quantkit.model_folder import read_json
+from quantkit.skeleton import PACKED_SUFFIXES
+from quantkit.source import ModelSource, open_source
+
+MANIFEST_NAME = "quantkit.json"
+LOGIT_TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by about 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that was looked at.
+
+    Attributes:
+        name: of the check, always the same.
+        ok: whether it holds.
+        detail: what was found; names the first offender.
+    """
+
+    name: str
+    ok: bool
+    detail: str
+
+
+@dataclass(slots=True)
+class VerifyReport:
+    """Everything that was looked at, in order.
+
+    Attributes:
+        checkpoint: name of the folder.
+        checks: what holds and what does not.
+        notes: what could not be checked and why, and what is allowed but slow.
+    """
+
+    checkpoint: str
+    checks: list[Check] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """True if every check holds."""
+        return all(check.ok for check in self.checks)
+
+    def failed(self) -> list[str]:
+        """Names of the checks that do not hold."""
+        return [check.name for check in self.checks if not check.ok]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as one JSON document."""
+        return asdict(self) | {"ok": self.ok}
+
+    def raise_for_failure(self) -> None:
+        """Raise for the first check that does not hold.
+
+        Raises:
+            CheckpointError: a check failed; it is named.
+        """
+        for check in self.checks:
+            if not check.ok:
+                raise CheckpointError(f"{self.checkpoint} failed the check {check.name}: {check.detail}")
+
+    def add(self, name: str, problems: list[str], otherwise: str) -> bool:
+        """Add a check that holds if there are no problems. Returns whether it holds."""
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        self.checks.append(Check(name, not problems, f"{problems[0]}{more}" if problems else otherwise))
+        return not problems
+
+
+def verify_checkpoint(
+    folder: Path,
+    source: ModelSource | None = None,
+    *,
+    expected_logits: Tensor | None = None,
+    token_ids: Tensor | None = None,
+    load_model: bool = True,
+) -> VerifyReport:
+    """Look at a compressed-tensors checkpoint in every way that can show a fault.
+
+    Args:
+        folder: of the checkpoint.
+        source: the model it was made of; without it, copies cannot be compared.
+        expected_logits: [T, V] float32 of the quantized model in memory; without them those of quantkit.json are used.
+        token_ids: [1, T] that gave ``expected_logits``; by default those of quantkit.json.
+        load_model: let transformers load it, which needs memory for the whole model.
+
+    Returns:
+        The report; it does not raise for a bad checkpoint.
+    """
+    report = VerifyReport(folder.resolve().name)
+    try:
+        checkpoint = open_source(folder)
+        manifest = read_json(folder / MANIFEST_NAME) if (folder / MANIFEST_NAME).exists() else None
+        skeleton = checkpoint.skeleton()
+        weights = checkpoint.weight_map(skeleton)
+    except SourceError as error:
+        report.add("files", [str(error)], "")
+        return report
+    num_files = len({info.shard for info in checkpoint.tensors.values()})
+    whole = "1 weight file is" if num_files == 1 else f"{num_files} weight files are"
+    report.add("files", [], f"{whole} whole, with {len(checkpoint.tensors)} tensors")
+    _check_hashes(report, checkpoint, manifest)
+    if source is not None:
+        _check_against_source(report, checkpoint, source, manifest, weights.packed)
+    else:
+        report.notes.append("no source was given: copied tensors and side files were not compared")
+    config = _check_config(report, checkpoint)
+    if config is None or not _check_layers(report, config, skeleton, weights.packed, weights.names):
+        return report
+    layers = _check_codes(report, checkpoint, config, weights.packed)
+    _check_engine_rules(report, checkpoint.config.model_type, config, layers)
+    if not load_model:
+        report.notes.append("the model was not loaded: its weights in transformers and its logits were not compared")
+    elif layers:
+        _check_reader(report, checkpoint, layers, _expectation(report, manifest, expected_logits, token_ids))
+    return report
+
+
+def _check_hashes(report: VerifyReport, checkpoint: ModelSource, manifest: Mapping[str, Any] | None) -> None:
+    """The weight files are those that the run wrote."""
+    if manifest is None:
+        report.notes.append(f"there is no {MANIFEST_NAME}: the files' hashes are unknown")
+        return
+    recorded = manifest.get("files") or {}
+    problems = [
+        f"{name} is not in the record" for name in {i.shard for i in checkpoint.tensors.values()} - recorded.keys()
+    ]
+    for name, digest in recorded.items():
+        path = checkpoint.folder / name
+        if not path.is_file():
+            problems.append(f"{name} is missing")
+        elif file_sha256(path) != digest:
+            problems.append(f"{name} has changed since it was written")
+    report.add("hashes", sorted(problems), f"{len(recorded)} files are as they were written")
+
+
+def _check_against_source(
+    report: VerifyReport,
+    checkpoint: ModelSource,
+    source: ModelSource,
+    manifest: Mapping[str, Any] | None,
+    packed: Mapping[str, str],
+) -> None:
+    """Whatever is not quantized is the source's, byte for byte, and nothing is lost or added."""
+    recorded = ((manifest or {}).get("model") or {}).get("fingerprint")
+    if recorded is not None:
+        other = [] if recorded == source.fingerprint() else [f"it was not made of {source.name} as it is now"]
+        report.add("same_source", other, f"it was made of {source.name}")
+    codes = {f"{layer}.{suffix}" for layer in packed.values() for suffix in PACKED_SUFFIXES}
+    replaced = {f"{layer}.weight" for layer in packed.values()}
+    lost = [f"{name} is lost" for name in source.tensors if name not in checkpoint.tensors and name not in replaced]
+    added = [
+        f"{name} is not the source's" for name in checkpoint.tensors if name not in source.tensors and name not in codes
+    ]
+    twice = [f"{name} is stored and quantized" for name in checkpoint.tensors if name in replaced]
+    report.add("every_tensor", lost + added + twice, f"{len(source.tensors)} tensors of the source are accounted for")
+    both = [name for name in checkpoint.tensors if name in source.tensors]
+    changed = [f"{name} differs from the source" for name in both if not _same_bytes(checkpoint, source, name)]
+    report.add("untouched_tensors", changed, f"{len(both)} tensors are byte-identical to the source")
+    _check_side_files(report, checkpoint, source)
+
+
+def _same_bytes(checkpoint: ModelSource, source: ModelSource, name: str) -> bool:
+    ours, theirs = checkpoint.tensors[name], source.tensors[name]
+    if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+        return False
+    left, right = (model.read(name).reshape(-1).view(torch.uint8) for model in (checkpoint, source))
+    return torch.equal(left, right)  # as bytes: a NaN equals itself
+
+
+def _check_side_files(report: VerifyReport, checkpoint: ModelSource, source: ModelSource) -> None:
+    problems = []
+    paths = source.side_files()
+    for path in paths:
+        name = str(path.relative_to(source.folder))
+        copy = checkpoint.folder / name
+        if not copy.is_file():
+            problems.append(f"{name} is missing")
+        elif copy.read_bytes() != path.read_bytes():
+            problems.append(f"{name} differs from the source")
+    ours, theirs = read_json(checkpoint.folder / "config.json"), read_json(source.folder / "config.json")
+    ours.pop("quantization_config", None)
+    problems += [
+        f"config.json: {key} differs from the source"
+        for key in sorted({*ours, *theirs})
+        if ours.get(key) != theirs.get(key)
+    ]
+    report.add("side_files", problems, f"{len(paths)} side files and config.json are the source's")
+
+
+def _check_config(report: VerifyReport, checkpoint: ModelSource) -> PackedConfig | None:
+    """The quantization_config is one that we and the package understand."""
+    try:
+        if checkpoint.quantization is None:
+            raise CheckpointError("config.json has no quantization_config")
+        config = read_quantization_config(checkpoint.quantization)
+        objection = package_accepts(checkpoint.quantization)
+        if objection is not None:
+            raise CheckpointError(f"compressed-tensors refuses it: {objection}")
+    except CheckpointError as error:
+        report.add("quantization_config", [str(error)], "")
+        return None
+    report.add("quantization_config", [], f"{len(config.groups)} groups, {len(config.ignore)} ignored layers")
+    return config
+
+
+def _check_layers(
+    report: VerifyReport,
+    config: PackedConfig,
+    skeleton: nn.Module,
+    packed: Mapping[str, str],
+    names: Mapping[str, tuple[str, ...]],
+) -> bool:
+    """The config targets exactly the layers that are stored as codes, and every parameter is stored somehow."""
+    problems = []
+    for name, module in skeleton.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        targeted, is_packed = config.scheme_of(name) is not None, f"{name}.weight" in packed
+        if targeted and not is_packed:
+            problems.append(f"{name} is neither quantized nor ignored")
+        elif is_packed and not targeted:
+            problems.append(f"{name} is stored as codes, but config.json ignores it")
+    problems += [f"{name} is not stored" for name in skeleton.state_dict() if name not in names and name not in packed]
+    return report.add("layers", problems, f"{len(packed)} layers are stored as codes, as config.json says")
+
+
+def _check_codes(
+    report: VerifyReport, checkpoint: ModelSource, config: PackedConfig, packed: Mapping[str, str]
+) -> list[StoredLayer]:
+    """Both decoders read the same codes, and every scale is usable. Returns the layers, or nothing if one is broken."""
+    layers: list[StoredLayer] = []
+    different, unusable = [], []
+    try:
+        for layer in stored_layers(checkpoint, config, packed):
+            layers.append(layer)
+            if not torch.equal(package_codes(checkpoint, layer), layer.weight.codes):
+                different.append(f"{layer.name} has other codes for compressed-tensors")
+            scale = layer.weight.scale
+            if not torch.isfinite(scale).all() or bool((scale == 0).any()):
+                unusable.append(f"{layer.on_disk}.weight_scale has a scale that is zero or not finite")
+    except (CheckpointError, SourceError) as error:
+        report.add("codes", [str(error)], "")
+        return []
+    report.add("codes", different, f"the codes of {len(layers)} layers are what compressed-tensors reads")
+    report.add("scales", unusable, f"the scales of {len(layers)} layers are finite and not zero")
+    return layers
+
+
+def _check_engine_rules(report: VerifyReport, model_type: str, config: PackedConfig, layers: list[StoredLayer]) -> None:
+    """What vLLM asks of a checkpoint beyond the format."""
+    shapes = {layer.name: (layer.weight.codes.shape[0], layer.weight.codes.shape[1]) for layer in layers}
+    problems = vllm_problems(model_type, config, list(shapes))
+    report.add(
+        "engine_rules", problems, "fused layers share a scheme; bits and group sizes are those of vLLM's kernels"
+    )
+    report.notes += vllm_notes(shapes)
+
+
+def _expectation(
+    report: VerifyReport, manifest: Mapping[str, Any] | None, logits: Tensor | None, token_ids: Tensor | None
+) -> ExpectedLogits | None:
+    """What the model in memory said: as it was passed in, or as quantkit.json recorded it."""
+    probe = (manifest or {}).get("probe")
+    if logits is not None:
+        if token_ids is None and probe is not None:
+            token_ids = torch.tensor([probe["token_ids"]])
+        if token_ids is None:
+            raise ValueError("expected_logits without token_ids, and quantkit.json has no probe")
+        return ExpectedLogits(token_ids, logits)
+    if probe is None:
+        report.notes.append("no logits of the model in memory are known: the reader's logits were not compared")
+        return None
+    return ExpectedLogits.from_record(probe)
+
+
+def _check_reader(
+    report: VerifyReport,
+    checkpoint: ModelSource,
+    layers: list[StoredLayer],
+    expected: ExpectedLogits | None,
+) -> None:
+    """The reader loads it, makes the same weights of the codes, and gives the same logits."""
+    try:
+        reader = ReaderModel(checkpoint.folder, checkpoint.dtype)
+        report.add("reader", [], "transformers loads it through compressed-tensors, nothing missing, nothing left over")
+        different = [
+            f"{layer.name} has other weights in transformers"
+            for layer in layers
+            if not torch.equal(reader.weight(layer.name), layer.weight.dequantize(layer.weight.scale.dtype))
+        ]
+    except CheckpointError as error:
+        report.add("reader", [str(error)], "")
+        return
+    report.add("weights", different, f"the weights of {len(layers)} layers are what transformers computes, bit for bit")
+    if expected is not None:
+        gap, size = expected.distance(reader.logits(expected.token_ids))
+        detail = f"transformers' logits differ from the model in memory by {gap:.2g}, the largest logit is {size:.3g}"
+        report.add("logits", [detail] if not gap <= LOGIT_TOLERANCE * size else [], detail)

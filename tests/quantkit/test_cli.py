@@ -1,0 +1,190 @@
+"""The frame of the command line: verbs, exit codes, error lines, stdout and stderr; not what a verb does."""
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+import quantkit.recipe
+from quantkit import __version__
+from quantkit.cli import VERBS, main
+from quantkit.errors import QuantkitError, RecipeError, SourceError, UsageError
+from quantkit_eval.errors import EvalError, OptionError
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, list(arguments))
+
+
+def command(*arguments: str, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """The real command in a process of its own."""
+    line = [sys.executable, "-m", "quantkit", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, check=False, **settings)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def fail(_name: str) -> None:
+        raise error
+
+    monkeypatch.setattr(quantkit.recipe, "load_recipe", fail)
+
+
+def test_the_help_names_every_verb_in_order() -> None:
+    result = invoke("--help")
+    assert result.exit_code == 0
+    rows = result.stdout.partition("Commands:\n")[2].splitlines()
+    assert [row.split()[0] for row in rows if row[2:3] != " "] == list(VERBS)
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_imports_nothing_heavy(verb: str) -> None:
+    code = (
+        "import sys\nfrom quantkit.cli import main\n"
+        f"code = main({[verb, '--help'] if verb else ['--help']!r}, standalone_mode=False)\n"
+        "heavy = {'torch', 'transformers', 'pydantic', 'rich', 'numpy', 'yaml', 'scipy'} & set(sys.modules)\n"
+        "sys.exit(f'imported: {heavy}' if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("Usage: quantkit")
+
+
+def test_verbs_that_are_not_built_yet_are_not_there() -> None:
+    assert not {"plan", "serve", "export", "search"} & set(VERBS)
+    result = invoke("serve")
+    assert result.exit_code == 2
+    assert result.stderr.startswith("quantkit: there is no verb 'serve'; choose from run, quantize")
+
+
+def test_version() -> None:
+    assert invoke("--version").stdout == f"quantkit, version {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["quantise"], "quantkit: there is no verb 'quantise'; did you mean 'quantize'? (see quantkit --help)"),
+        (["run"], "quantkit: Missing argument 'RECIPE' (see quantkit run --help)"),
+        (["run", "a", "b", "c"], "quantkit: Got unexpected extra argument (c) (see quantkit run --help)"),
+        (["recipes", "show"], "quantkit: Missing argument 'NAME' (see quantkit recipes show --help)"),
+        (["quantize", "-r", "aa", "--overwrite", "--resume"],
+         "quantkit: --overwrite and --resume exclude each other (see quantkit quantize --help)"),
+    ],
+)  # fmt: skip
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], line: str) -> None:
+    result = invoke(*arguments)
+    assert (result.exit_code, result.stdout, result.stderr) == (2, "", f"{line}\n")
+
+
+def test_without_a_verb_the_help_is_shown_and_the_exit_code_is_2() -> None:
+    result = invoke()
+    assert result.exit_code == 2
+    assert "Commands:" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (QuantkitError("broken", fix="Mend it"), 1, "quantkit: broken. Mend it"),
+        (SourceError("no model\nhere"), 1, "quantkit: no model here"),
+        (UsageError("wrong"), 2, "quantkit: wrong"),
+        (RecipeError("r.yaml:1:1: wrong"), 2, "quantkit: r.yaml:1:1: wrong"),
+        (EvalError("no samples"), 1, "quantkit: no samples"),
+        (OptionError("no such suite"), 2, "quantkit: no such suite"),
+        (OSError(errno.ENOSPC, "No space left on device", "out/x"), 1, "quantkit: No space left on device: out/x"),
+        (PermissionError(errno.EACCES, "Permission denied"), 1, "quantkit: Permission denied"),
+        (KeyboardInterrupt(), 130, "quantkit: interrupted"),
+    ],
+)
+def test_a_known_failure_is_one_line_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch, error: BaseException, code: int, line: str
+) -> None:
+    failing(monkeypatch, error)
+    result = invoke("recipes", "show", "aa")
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"{line}\n")
+
+
+@pytest.mark.parametrize("error", [QuantkitError("broken"), EvalError("broken"), OSError(errno.EIO, "broken")])
+def test_debug_shows_the_traceback_before_the_line(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    failing(monkeypatch, error)
+    result = invoke("recipes", "show", "aa", "--debug")
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Traceback (most recent call last)")
+    assert result.stderr.endswith("\nquantkit: broken\n")
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), AssertionError("a bug"), KeyError("a bug")])
+def test_a_bug_is_not_dressed_as_a_known_failure(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    failing(monkeypatch, error)
+    result = invoke("recipes", "show", "aa")
+    assert result.exception is error
+
+
+def test_a_mistake_in_a_recipe_ends_with_code_2_and_its_place(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("version: 1\nmodle: x\n")
+    done = command("run", "r.yaml", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("quantkit: r.yaml:2:1: modle: unknown key")
+    assert done.stderr.count("\n") == 1
+    assert list(tmp_path.iterdir()) == [recipe]
+
+
+def test_a_model_is_named_by_the_recipe_or_the_command_line(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("version: 1\n")
+    for verb in (["run", str(recipe)], ["quantize", "-r", str(recipe)]):
+        result = invoke(*verb)
+        assert result.exit_code == 2
+        assert result.stderr.startswith("quantkit: ")
+    assert "no model. Give MODEL on the command line" in invoke("run", str(recipe)).stderr
+    assert "the recipe has no `quantization`" in invoke("quantize", "-r", "aa").stderr
+
+
+def test_recipes_list_and_show() -> None:
+    listed = invoke("recipes", "list")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["aa", "w4a16-gptq", "w4a16-rtn"]
+    as_json = json.loads(invoke("recipes", "list", "--json").stdout)
+    assert [entry["name"] for entry in as_json] == ["aa", "w4a16-gptq", "w4a16-rtn"]
+    shown = invoke("recipes", "show", "w4a16-rtn")
+    assert shown.stdout == quantkit.recipe.builtin_recipes()["w4a16-rtn"].read_text()
+    assert json.loads(invoke("recipes", "show", "aa", "--json").stdout)["text"].startswith("# ")
+
+
+def test_models_lists_families() -> None:
+    families = [entry["family"] for entry in json.loads(invoke("models", "--json").stdout)]
+    assert {"llama", "qwen2", "qwen3", "mistral", "gemma3_text", "phi3", "mixtral"} <= set(families)
+    lines = invoke("models").stdout.splitlines()
+    assert [line.split()[0] for line in lines] == ["family", *families]
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a pipe that its reader closes")
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    line = f"{sys.executable} -m quantkit recipes show w4a16-gptq | true"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs SIGINT")
+def test_an_interrupt_is_one_line_and_exit_code_130() -> None:
+    code = (
+        "import sys, time, quantkit.recipe\nfrom quantkit.cli import main\n"
+        "def wait(name):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+        "quantkit.recipe.load_recipe = wait\nmain(['recipes', 'show', 'aa'])"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waiting\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=30)
+    assert (process.returncode, stderr) == (130, "quantkit: interrupted\n")

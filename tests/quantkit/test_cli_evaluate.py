@@ -1,0 +1,159 @@
+"""generate, eval, compare, report, bench and run as commands, on tiny random models."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner, Result
+
+from quantkit.cli import main
+from quantkit_eval.records import read_throughput, read_verdict
+
+QUANTIZE = """\
+version: 1
+quantization: {scheme: W4A16, algorithm: {name: rtn}}
+outputs: [{format: compressed-tensors, path: out/w4a16}]
+gates:
+  suites: [extract, nll]
+  max_kl_mean_nats: 0.0000001
+  num_items: {extract: 2, nll: 3}
+report: {html: out/report.html, junit: out/junit.xml, markdown: out/report.md}
+"""
+SELF = """\
+version: 1
+gates:
+  suites: [extract, nll]
+  max_kl_mean_nats: 0.1
+  num_items: {extract: 2, nll: 3}
+"""
+
+
+def invoke(*arguments: str, stdin: str | None = None) -> Result:
+    return CliRunner().invoke(main, list(arguments), input=stdin)
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A current folder with two recipes in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quantize.yaml").write_text(QUANTIZE)
+    (tmp_path / "self.yaml").write_text(SELF)
+    return tmp_path
+
+
+@pytest.fixture
+def model(tiny_models: Callable[[str], Path]) -> str:
+    return str(tiny_models("llama"))
+
+
+def test_generate_streams_the_text_that_json_holds(model: str) -> None:
+    arguments = ["generate", model, "The quick brown fox", "--max-tokens", "12"]
+    plain = invoke(*arguments)
+    assert (plain.exit_code, plain.stderr) == (0, "")
+    document = json.loads(invoke(*arguments, "--json").stdout)
+    assert document["text"] + "\n" == plain.stdout
+    assert len(document["token_ids"]) <= 12
+    assert document["finish_reason"] in {"stop", "length"}
+
+
+def test_a_raw_prompt_has_no_template_and_may_come_from_stdin(model: str) -> None:
+    options = ["--max-tokens", "8", "--json"]
+    raw = json.loads(invoke("generate", model, "The quick", "--raw", *options).stdout)
+    from_stdin = json.loads(invoke("generate", model, "-", "--raw", *options, stdin="The quick\n").stdout)
+    chat = json.loads(invoke("generate", model, "The quick", *options).stdout)
+    assert raw["token_ids"] == from_stdin["token_ids"] != chat["token_ids"]
+
+
+def test_sampling_follows_its_seed(model: str) -> None:
+    def sampled(seed: int) -> list[int]:
+        options = ["--temperature", "1.0", "--seed", str(seed), "--max-tokens", "12", "--json"]
+        token_ids: list[int] = json.loads(invoke("generate", model, "fox", *options).stdout)["token_ids"]
+        return token_ids
+
+    assert sampled(1) == sampled(1) != sampled(2)
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (["--temperature", "-1"], "quantkit: temperature=-1.0 is not a number of 0 or more"),
+        (
+            ["--raw", "--system", "x"],
+            "quantkit: --raw and --system exclude each other",
+        ),
+    ],
+)
+def test_generate_refuses_wrong_options(model: str, options: list[str], line: str) -> None:
+    result = invoke("generate", model, "fox", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(line)
+    assert result.stderr.count("\n") == 1
+
+
+def test_eval_compare_and_report_step_by_step(workplace: Path, model: str) -> None:
+    """A model against itself: the predictions are equal to the last bit, so the KL gate passes."""
+    first = invoke("eval", model, "-r", "self.yaml", "-o", "run/baseline")
+    assert first.exit_code == 0, first.stderr
+    assert "extract.exact" in first.stdout
+    second = invoke("eval", model, "-r", "self.yaml", "-o", "run/candidate", "--reference", "run/baseline", "--json")
+    result = json.loads(second.stdout)
+    assert result == json.loads((workplace / "run" / "candidate" / "result.json").read_text())
+    assert result["suites"]["extract"]["num_items"] == 2
+    assert result["suites"]["nll"]["metrics"]["kl_mean_nats"]["value"] == pytest.approx(0, abs=1e-6)
+    judged = invoke("compare", "run/baseline", "run/candidate", "-r", "self.yaml", "-o", "run/verdict.json")
+    assert judged.exit_code == 0, judged.stderr
+    assert judged.stdout.startswith("verdict: pass\n  pass  nll.kl_mean_nats")
+    assert read_verdict(workplace / "run" / "verdict.json")["verdict"] == "pass"
+    written = invoke("report", "run")
+    assert written.stdout.splitlines() == ["run/report.html", "run/junit.xml", "run/report.md"]
+    assert (workplace / "run" / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_report_of_a_folder_without_records_is_one_line(workplace: Path) -> None:
+    (workplace / "empty").mkdir()
+    result = invoke("report", "empty")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("quantkit: empty/verdict.json: no such file")
+
+
+def test_compare_refuses_a_gate_on_speed_without_throughput(workplace: Path, model: str) -> None:
+    invoke("eval", model, "-r", "self.yaml", "-o", "run/baseline")
+    (workplace / "fast.yaml").write_text(
+        SELF.replace("max_kl_mean_nats: 0.1", "min_throughput_ratio: {decode_batch_1: 1}")
+    )
+    result = invoke("compare", "run/baseline", "run/baseline", "-r", "fast.yaml")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "no throughput was measured" in result.stderr
+
+
+def test_bench_measures_pairs_and_writes_a_record(workplace: Path, model: str) -> None:
+    options = ["--batch-size", "1", "--batch-size", "2", "--new-tokens", "4", "--repeats", "2"]
+    result = invoke("bench", model, model, *options, "-o", "throughput.json", "--json")
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record == read_throughput(workplace / "throughput.json")
+    assert list(record["batches"]) == ["decode_batch_1", "decode_batch_2"]
+    assert len(record["batches"]["decode_batch_2"]["candidate_tok_per_s"]) == 2
+
+
+@pytest.mark.slow
+def test_run_ends_with_the_verdict_as_its_exit_code(workplace: Path, model: str) -> None:
+    result = invoke("run", "quantize.yaml", model, "--json")
+    assert result.exit_code == 3, result.stderr
+    verdict = json.loads(result.stdout)
+    assert verdict["verdict"] == "fail"
+    assert [gate["name"] for gate in verdict["gates"]] == ["nll.kl_mean_nats"]
+    for name in ("w4a16/quantkit.json", "report.html", "junit.xml", "report.md", "records/verdict.json"):
+        assert (workplace / "out" / name).is_file(), name
+    again = invoke("run", "quantize.yaml", model)
+    assert again.exit_code == 1
+    assert "Give --overwrite" in again.stderr
+
+
+@pytest.mark.slow
+def test_run_without_quantization_compares_the_model_with_itself(workplace: Path, model: str) -> None:
+    result = invoke("run", "self.yaml", model)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.startswith("verdict: pass\n")
+    assert not list(workplace.rglob("*.safetensors.index.json"))
