@@ -60,7 +60,9 @@ class Journal:
                 )
         return cls(folder, identity, state["finished_blocks"], state["written"], state["layers"])
 
-    def record(self, block: int, written: Sequence[str], layers: Sequence[dict[str, Any]], hidden: list[Tensor]) -> None:
+    def record(
+        self, block: int, written: Sequence[str], layers: Sequence[dict[str, Any]], hidden: list[Tensor]
+    ) -> None:
         """Note that ``block`` is done; the shards must have been flushed before.
 
         Args:
@@ -98,7 +100,9 @@ class Journal:
         try:
             tensors = load_file(path)
         except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"cannot resume: {path} cannot be read ({error})", fix="Run without --resume") from error
+            raise CheckpointError(
+                f"cannot resume: {path} cannot be read ({error})", fix="Run without --resume"
+            ) from error
         return [tensors[str(i)] for i in range(len(tensors))]
 
     def remove(self) -> None:

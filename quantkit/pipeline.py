@@ -8,6 +8,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -111,10 +112,8 @@ def _quantize_blocks(
         block, name = decoder.blocks[index], f"{decoder.name}.{index}"
         source.materialize(model, prefix=name, dtype=torch.float32)
         _refuse_broken_weights(plan, name)
-        done = len(records)
-        solved = _quantize_block(
-            plan, index, algorithm, batches, lambda n, done=done: progress("quantize", done + n, len(plan.layers))
-        )
+        tell = partial(_count, progress, len(records), len(plan.layers))
+        solved = _quantize_block(plan, index, algorithm, batches, tell)
         written = _write_layers(plan, solved, writer)
         records += [layer.record for layer in solved]
         forget_weights([block])
@@ -122,6 +121,11 @@ def _quantize_blocks(
             writer.flush()
             journal.record(index, written, [layer.record for layer in solved], [b.hidden for b in batches])
     return records, leave_blocks(model, decoder, probe, batches[-1].hidden)
+
+
+def _count(progress: Progress, before: int, total: int, done: int) -> None:
+    """Layers of a block that are done, as layers of the model."""
+    progress("quantize", before + done, total)
 
 
 def _quantize_block(
@@ -156,7 +160,9 @@ def _refuse_broken_weights(plan: Plan, prefix: str) -> None:
     for name, value in plan.model.get_submodule(prefix).named_parameters(prefix=prefix):
         if not value.is_meta and not torch.isfinite(value).all():
             count = int((~torch.isfinite(value)).sum())
-            raise SourceError(f"{', '.join(names[name])} in {plan.source.name} holds {count} values that are not finite")
+            raise SourceError(
+                f"{', '.join(names[name])} in {plan.source.name} holds {count} values that are not finite"
+            )
 
 
 def _write_layers(plan: Plan, solved: list[SolvedLayer], writer: ShardWriter) -> list[str]:

@@ -107,5 +107,5 @@ def _record(
 
 
 def _ratio(error: Tensor, size: Tensor) -> float:
-    """error / size; 0 if both vanish (a layer of zeros is copied perfectly)."""
+    """Error / size; 0 if both vanish (a layer of zeros is copied perfectly)."""
     return float(error / size) if float(size) > 0 else 0.0

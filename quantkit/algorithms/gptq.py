@@ -21,8 +21,8 @@ class Options:
     """Options of GPTQ.
 
     Attributes:
-        damp_fraction: added to the Hessian's diagonal, as a fraction of its mean; in (0, 1]. Raised tenfold, and recorded,
-            while the Hessian cannot be factored.
+        damp_fraction: added to the Hessian's diagonal, as a fraction of its mean; in (0, 1]. Raised tenfold, and
+            recorded, while the Hessian cannot be factored.
         block_size: columns whose errors are passed on to the rest in one matrix product.
     """
 
@@ -61,8 +61,8 @@ def gptq(
     Raises:
         QuantizationError: no tokens, or the Hessian cannot be factored at any damping.
 
-    Source: arXiv:2210.17323, Algorithm 1. Deviations: columns in static act-order, scales from a weighted search instead
-    of the group's extremes, factorization in float64.
+    Source: arXiv:2210.17323, Algorithm 1. Deviations: columns in static act-order, scales from a weighted search
+    instead of the group's extremes, factorization in float64.
     """
     if statistics is None or statistics.num_tokens == 0:
         raise QuantizationError("GPTQ needs calibration tokens and saw none", fix="Add calibration sources")

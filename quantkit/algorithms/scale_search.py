@@ -21,9 +21,9 @@ def search_scales(
 
         error(s) = sum_k c_k (w_k - s * q_k)^2   with codes q_k = clamp(round(w_k / t)) for trial scales t of both signs
 
-    For given codes the best scale is known in closed form, s = sum(c w q) / sum(c q^2), and the error is then smaller by
-    sum(c w q)^2 / sum(c q^2): the trial with the largest such gain wins. The codes reach one step further down than up
-    (-8..7 at 4 bits), so the sign of the scale decides which tail of the group may use the longer side.
+    For given codes the best scale is known in closed form, s = sum(c w q) / sum(c q^2), and the error is then smaller
+    by sum(c w q)^2 / sum(c q^2): the trial with the largest such gain wins. The codes reach one step further down than
+    up (-8..7 at 4 bits), so the sign of the scale decides which tail of the group may use the longer side.
 
     Args:
         weight: [N, K] float32.

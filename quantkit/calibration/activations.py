@@ -1,4 +1,4 @@
-"""The two ends of a model that is run block by block: from token ids to the first block, and from the last one to logits."""
+"""The two ends of a model that is run block by block: from token ids to the first block, from the last to logits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -139,7 +139,9 @@ def _render_chat(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokeni
     try:
         text = tokenizer.apply_chat_template(list(messages), tokenize=False)
     except Exception as error:  # a template is code of the model: it may raise anything
-        raise CalibrationError(f"calibration source {label}: the chat template refuses a conversation: {error}") from error
+        raise CalibrationError(
+            f"calibration source {label}: the chat template refuses a conversation: {error}"
+        ) from error
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 

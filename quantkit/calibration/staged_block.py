@@ -1,8 +1,9 @@
-"""One decoder block, run over the calibration windows stage by stage: solve what reads the first input, then go on from there.
+"""One decoder block, run over the calibration windows stage by stage: solve what reads the first input, then go on.
 
-A stage is a set of linear layers that read the same tensor (q, k and v; then o; then gate and up; then down). The stages
-are found by running the block once, not by names, so every family has them. Going on from a solved stage does not start
-over: outputs of finished layers are kept and reused, so that each matrix product of the block is computed once in all.
+A stage is a set of linear layers that read the same tensor (q, k and v; then o; then gate and up; then down). The
+stages are found by running the block once, not by names, so every family has them. Going on from a solved stage does
+not start over: outputs of finished layers are kept and reused, so that each matrix product of the block is computed
+once in all.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

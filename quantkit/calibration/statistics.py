@@ -1,4 +1,4 @@
-"""What an algorithm needs to know of a layer's inputs: their second moment (the Hessian of the layer's squared error)."""
+"""What an algorithm needs to know of a layer's inputs: their second moment, the Hessian of the squared error."""
 
 from dataclasses import dataclass, field
 
@@ -59,7 +59,7 @@ class InputStatistics:
         self.num_tokens += rows.shape[0]
 
     def hessian(self) -> Tensor:
-        """[K, K] float64 symmetric mean of x x^T over the tokens. The factor 2 of the literature cancels in every use."""
+        """[K, K] float64 symmetric mean of x x^T over the tokens; the literature's factor 2 cancels in every use."""
         upper = torch.triu(self._gram.double())
         full = upper + torch.triu(upper, 1).T
         return full / max(self.num_tokens, 1)

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -174,17 +173,24 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert done.stderr == ""
 
 
-@pytest.mark.skipif(os.name != "posix", reason="needs SIGINT")
-def test_an_interrupt_is_one_line_and_exit_code_130() -> None:
-    code = (
-        "import sys, time, quantkit.recipe\nfrom quantkit.cli import main\n"
-        "def wait(name):\n    print('waiting', flush=True)\n    time.sleep(60)\n"
+@pytest.mark.skipif(os.name != "posix", reason="needs signals")
+@pytest.mark.parametrize(
+    ("number", "code", "line"),
+    [(signal.SIGINT, 130, "quantkit: interrupted\n"), (signal.SIGTERM, 143, "quantkit: terminated\n")],
+)
+def test_an_interrupt_cleans_up_and_is_one_line(tmp_path: Path, number: int, code: int, line: str) -> None:
+    script = (
+        "import pathlib, sys, time, quantkit.recipe\nfrom quantkit.cli import main\n"
+        "def wait(name):\n"
+        "    try:\n        print('waiting', flush=True)\n        time.sleep(60)\n"
+        "    finally:\n        pathlib.Path('cleaned').touch()\n"
         "quantkit.recipe.load_recipe = wait\nmain(['recipes', 'show', 'aa'])"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", script]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
-    time.sleep(0.1)
-    process.send_signal(signal.SIGINT)
-    _, stderr = process.communicate(timeout=30)
-    assert (process.returncode, stderr) == (130, "quantkit: interrupted\n")
+    process.send_signal(number)
+    _, stderr = process.communicate(timeout=60)
+    assert (process.returncode, stderr) == (code, line)
+    assert (tmp_path / "cleaned").exists()

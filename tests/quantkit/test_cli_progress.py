@@ -15,17 +15,19 @@ from quantkit.cli.quiet import OURS, WarningLines
 
 
 def test_plain_lines_at_the_start_at_the_end_and_now_and_then() -> None:
-    times: Iterator[float] = iter([0.0, 1.0, PLAIN_SECONDS, PLAIN_SECONDS + 1, 40.0, 41.0, 3700.0])
+    times: Iterator[float] = iter([0.0, 0.0, 1.0, PLAIN_SECONDS, PLAIN_SECONDS + 1, 40.0, 41.0, 61.0, 62.0])
     stream = io.StringIO()
     progress = PlainLines(stream, clock=lambda: next(times))
     for done in (0, 1, 2, 3, 4, 4):
         progress("quantize", done, 4)
-    progress("evaluate", 5, 0)
+    progress("evaluate", 5, 10)  # first heard of after its first batch, which began at 41
+    progress("measure", 5, 0)
     assert stream.getvalue().splitlines() == [
         "quantize: 0/4 after 0:00",
         "quantize: 2/4 after 0:10, about 0:10 left",
         "quantize: 4/4 after 0:40",
-        "evaluate: 5 after 0:00",
+        "evaluate: 5/10 after 0:20, about 0:20 left",
+        "measure: 5 after 0:01",
     ]
 
 

@@ -1,6 +1,9 @@
 """quantize, verify and inspect as commands, on a tiny model."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,3 +128,14 @@ def test_inspect_shows_what_is_in_a_checkpoint(workplace: Path, model: str) -> N
     missing = invoke("inspect", "no/such/folder")
     assert (missing.exit_code, missing.stdout) == (1, "")
     assert missing.stderr.startswith("quantkit: ")
+
+
+@pytest.mark.slow
+def test_reading_a_gguf_file_shows_no_foreign_progress_bar(workplace: Path, smollm2_gguf: Path) -> None:
+    """In a process of its own, since the libraries read their settings when they are imported; the cache is empty."""
+    environment = {**os.environ, "QUANTKIT_CACHE": str(workplace / "cache")}
+    command = [sys.executable, "-m", "quantkit", "quantize", "-r", "r.yaml", str(smollm2_gguf), "--dry-run", "--json"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert len(json.loads(done.stdout)["layers"]) == 210
+    assert list((workplace / "cache").rglob("*.safetensors"))

@@ -148,6 +148,6 @@ def test_an_unknown_family_is_found_by_walking_the_model() -> None:
     model.heads = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
     found = find_decoder_blocks(model, "unheard-of")
     assert (found.name, len(found.blocks), found.known) == ("body.h", 3, False)
-    with pytest.raises(SourceError, match="no list of decoder blocks.*llama"):
+    with pytest.raises(SourceError, match=r"no list of decoder blocks.*llama"):
         find_decoder_blocks(nn.Linear(2, 2), "unheard-of")
     assert "unheard-of" not in ARCHITECTURES

@@ -1,0 +1,97 @@
+"""Whether two evaluations may be compared at all: same items, prompts, template, sampling, and the right reference."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from quantkit_eval.errors import IncomparableResults, RecordError
+from quantkit_eval.records import (
+    RESULT_FILE,
+    SAMPLES_FILE,
+    Party,
+    Result,
+    Sample,
+    Throughput,
+    read_result,
+    read_samples,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """The records of one model: result.json, and the samples of samples.jsonl by suite."""
+
+    folder: Path
+    result: Result
+    samples: dict[str, list[Sample]]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Evaluation":
+        """Read a folder that ``evaluate`` wrote.
+
+        Raises:
+            RecordError: a file is missing or damaged, or the two do not belong together.
+        """
+        result = read_result(folder / RESULT_FILE)
+        samples: dict[str, list[Sample]] = {suite: [] for suite in result["suites"]}
+        for sample in read_samples(folder / SAMPLES_FILE):
+            samples.setdefault(sample["suite"], []).append(sample)
+        counts = {suite: len(lines) for suite, lines in samples.items()}
+        expected = {suite: record["num_items"] for suite, record in result["suites"].items()}
+        if counts != expected:
+            raise RecordError(f"{folder}: {SAMPLES_FILE} has {counts} items, {RESULT_FILE} says {expected}")
+        return cls(folder, result, samples)
+
+    def party(self) -> Party:
+        """Who was evaluated, for the verdict."""
+        return {key: value for key, value in self.result.items() if key not in ("schema_version", "suites")}
+
+    def measures_divergence(self) -> bool:
+        """Whether ``nll`` was run against a reference."""
+        return "nll" in self.result["suites"] and "kl_mean_nats" in self.result["suites"]["nll"]["metrics"]
+
+
+def shared_suites(baseline: Evaluation, candidate: Evaluation) -> list[str]:
+    """Suites that both were evaluated on, in the baseline's order."""
+    return [suite for suite in baseline.result["suites"] if suite in candidate.result["suites"]]
+
+
+def check_comparable(baseline: Evaluation, candidate: Evaluation) -> None:
+    """Refuse two results that do not rest on the same input.
+
+    Raises:
+        IncomparableResults: names what differs, with both values.
+    """
+    _check_equal("template_hash", baseline.result["template_hash"], candidate.result["template_hash"])
+    _check_equal("sampling", baseline.result["sampling"], candidate.result["sampling"])
+    for suite in shared_suites(baseline, candidate):
+        first, second = baseline.result["suites"][suite], candidate.result["suites"][suite]
+        _check_equal(f"the options of suite {suite!r}", first["options"], second["options"])
+        _check_equal(f"items_hash of suite {suite!r}", first["items_hash"], second["items_hash"])
+        for mine, theirs in zip(baseline.samples[suite], candidate.samples[suite], strict=True):
+            _check_equal(f"the id of an item of suite {suite!r}", mine["id"], theirs["id"])
+            what = f"prompt_hash of {suite} item {mine['id']!r} (made by template and tokenizer)"
+            _check_equal(what, mine["prompt_hash"], theirs["prompt_hash"])
+    if "nll" in baseline.result["suites"] and candidate.measures_divergence():
+        hashes = [side.result["suites"]["nll"].get("reference_sha256") for side in (baseline, candidate)]
+        _check_equal("reference_sha256 of suite 'nll' (so KL is not the one to this baseline)", *hashes)
+
+
+def check_measured_models(throughput: Throughput, baseline: Evaluation, candidate: Evaluation) -> None:
+    """Refuse a throughput that belongs to other models. Raises IncomparableResults."""
+    for side, measured, evaluation in (
+        ("baseline", throughput["baseline"]["model"], baseline),
+        ("candidate", throughput["candidate"]["model"], candidate),
+    ):
+        if measured != evaluation.result["model"]:
+            raise IncomparableResults(
+                f"the throughput is of another {side}: {measured}, but evaluated was {evaluation.result['model']}",
+                fix="Measure it again",
+            )
+
+
+def _check_equal(what: str, baseline: object, candidate: object) -> None:
+    if baseline != candidate:
+        raise IncomparableResults(
+            f"the results cannot be compared: {what} is {baseline!r} for the baseline, {candidate!r} for the candidate",
+            fix="Evaluate both with the same options and seed",
+        )

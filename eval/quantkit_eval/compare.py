@@ -1,0 +1,221 @@
+"""Baseline against candidate: refuses what cannot be compared, judges every gate, and says what nobody asked about."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from quantkit_eval.comparability import Evaluation, check_comparable, check_measured_models, shared_suites
+from quantkit_eval.errors import IncomparableResults, OptionError
+from quantkit_eval.gates import Gates, PairedCounts, judge_drop, judge_kl, judge_throughput
+from quantkit_eval.records import (
+    SCHEMA_VERSION,
+    Flipped,
+    Gate,
+    Outcome,
+    Sample,
+    Throughput,
+    Unjudged,
+    Verdict,
+    read_throughput,
+    utc_now,
+)
+from quantkit_eval.statistics import ALPHA, holm
+from quantkit_eval.suites import PRIMARY_METRICS
+
+EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 3, "inconclusive": 4}
+
+
+def compare(baseline: Path, candidate: Path, gates: Mapping[str, Any], throughput: Path | None = None) -> Verdict:
+    """Judge a candidate against its baseline.
+
+    Args:
+        baseline: folder of the baseline's records.
+        candidate: folder of the candidate's records.
+        gates: as in a recipe: ``suites``, ``max_drop_pp``, ``max_kl_mean_nats``, ``min_throughput_ratio``.
+        throughput: throughput.json of the two, if it was measured.
+
+    Returns:
+        The content of verdict.json, for ``records.write_verdict``.
+
+    Raises:
+        OptionError: a gate is unknown or asks about what was not run.
+        RecordError: a record is missing or damaged.
+        IncomparableResults: items, prompts, template, sampling, reference or models do not match.
+    """
+    wanted = Gates.parse(gates)
+    before, after = Evaluation.read(baseline), Evaluation.read(candidate)
+    check_comparable(before, after)
+    speeds = read_throughput(throughput) if throughput else None
+    if speeds:
+        check_measured_models(speeds, before, after)
+    _check_gates_were_run(wanted, before, after, speeds)
+    judged = [*_judge_drops(wanted, before, after), *_judge_kl(wanted, after), *_judge_speeds(wanted, speeds)]
+    verdict: Outcome = "pass"
+    for outcome in ("inconclusive", "fail"):
+        if any(gate["verdict"] == outcome for gate in judged):
+            verdict = outcome
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "created": utc_now(),
+        "verdict": verdict,
+        "exit_code": EXIT_CODES[verdict],
+        "reason": _explain(verdict, judged),
+        "alpha": ALPHA,
+        "gates": judged,
+        "unjudged": _unjudged(judged, before, after, speeds),
+        "flipped": [item for suite in _graded_suites(before, after) for item in _flipped(suite, before, after)],
+        "baseline": before.party(),
+        "candidate": after.party(),
+    }
+
+
+def _check_gates_were_run(gates: Gates, baseline: Evaluation, candidate: Evaluation, speeds: Throughput | None) -> None:
+    shared = shared_suites(baseline, candidate)
+    asked = [("suites", suite) for suite in gates.suites] + [("max_drop_pp", suite) for suite in gates.max_drop_pp]
+    if gates.max_kl_mean_nats is not None:
+        asked.append(("max_kl_mean_nats", "nll"))
+    for gate, suite in asked:
+        if suite not in shared:
+            raise OptionError(
+                f"gate {gate} asks about suite {suite!r}, but both were evaluated on {', '.join(shared) or 'no suite'}",
+                fix=f"Evaluate both on {suite!r} or drop the gate",
+            )
+    if gates.max_kl_mean_nats is not None:
+        _check_divergence(baseline, candidate)
+    for batch in gates.min_throughput_ratio:
+        if speeds is None:
+            raise OptionError(f"gate min_throughput_ratio.{batch}: no throughput was measured", fix="Measure it first")
+        if batch not in speeds["batches"]:
+            raise OptionError(
+                f"gate min_throughput_ratio.{batch}: that batch was not measured",
+                fix=f"Choose from {', '.join(speeds['batches'])}",
+            )
+
+
+def _check_divergence(baseline: Evaluation, candidate: Evaluation) -> None:
+    """The candidate's KL must be there and be the one to this baseline."""
+    if not candidate.measures_divergence():
+        raise OptionError(
+            f"gate max_kl_mean_nats: {candidate.folder} holds no divergence",
+            fix="Evaluate the candidate with the baseline as its reference",
+        )
+    if baseline.measures_divergence():
+        raise IncomparableResults(
+            f"the baseline {baseline.folder} was itself measured against a reference, so the candidate's divergence is "
+            "not the one to this baseline",
+            fix="Evaluate the baseline without a reference",
+        )
+
+
+def _graded_suites(baseline: Evaluation, candidate: Evaluation) -> list[str]:
+    return [suite for suite in shared_suites(baseline, candidate) if suite in PRIMARY_METRICS]
+
+
+def _pairs(suite: str, baseline: Evaluation, candidate: Evaluation) -> list[tuple[Sample, Sample, bool, bool]]:
+    """Every item of a suite with both samples, and whether each of them is right."""
+    metric = PRIMARY_METRICS[suite]
+    return [
+        (first, second, bool(first["metrics"][metric]), bool(second["metrics"][metric]))
+        for first, second in zip(baseline.samples[suite], candidate.samples[suite], strict=True)
+    ]
+
+
+def _judge_drops(gates: Gates, baseline: Evaluation, candidate: Evaluation) -> list[Gate]:
+    counts: dict[str, PairedCounts] = {}
+    for suite in gates.max_drop_pp:
+        outcomes = [(before, after) for *_, before, after in _pairs(suite, baseline, candidate)]
+        counts[suite] = PairedCounts(
+            both=outcomes.count((True, True)),
+            improved=outcomes.count((False, True)),
+            regressed=outcomes.count((True, False)),
+            n=len(outcomes),
+        )
+    adjusted = holm([counts[suite].p_value for suite in counts])
+    return [
+        judge_drop(suite, counts[suite], gates.max_drop_pp[suite], p_holm)
+        for suite, p_holm in zip(counts, adjusted, strict=True)
+    ]
+
+
+def _judge_kl(gates: Gates, candidate: Evaluation) -> list[Gate]:
+    if gates.max_kl_mean_nats is None:
+        return []
+    metrics = [sample["metrics"] for sample in candidate.samples["nll"]]
+    means = [float(window["kl_mean_nats"] or 0.0) for window in metrics]
+    tokens = [int(window["num_tokens"] or 0) for window in metrics]
+    return [judge_kl(means, tokens, gates.max_kl_mean_nats)]
+
+
+def _judge_speeds(gates: Gates, speeds: Throughput | None) -> list[Gate]:
+    if speeds is None:
+        return []
+    is_same_model = speeds["baseline"] == speeds["candidate"]
+    return [
+        judge_throughput(batch, speeds["batches"][batch], minimum, is_same_model)
+        for batch, minimum in gates.min_throughput_ratio.items()
+    ]
+
+
+def _unjudged(
+    judged: Sequence[Gate], baseline: Evaluation, candidate: Evaluation, speeds: Throughput | None
+) -> list[Unjudged]:
+    """Every metric of either result, and every batch, that no gate is about."""
+    done = {(gate["suite"], gate["metric"]) for gate in judged}
+    first, second = baseline.result["suites"], candidate.result["suites"]
+    unjudged: list[Unjudged] = []
+    for suite in [*first, *(suite for suite in second if suite not in first)]:
+        before = first[suite]["metrics"] if suite in first else {}
+        after = second[suite]["metrics"] if suite in second else {}
+        unjudged += [
+            {
+                "suite": suite,
+                "metric": name,
+                "baseline": before[name]["value"] if name in before else None,
+                "candidate": after[name]["value"] if name in after else None,
+                "unit": metric["unit"],
+            }
+            for name, metric in (before | after).items()
+            if (suite, name) not in done
+        ]
+    for name, batch in (speeds["batches"] if speeds else {}).items():
+        if ("throughput", name) not in done:
+            unjudged.append(
+                {
+                    "suite": "throughput",
+                    "metric": name,
+                    "baseline": median(batch["baseline_tok_per_s"]),
+                    "candidate": median(batch["candidate_tok_per_s"]),
+                    "unit": "tok_per_s",
+                }
+            )
+    return unjudged
+
+
+def _flipped(suite: str, baseline: Evaluation, candidate: Evaluation) -> list[Flipped]:
+    """The items that only one model got right, regressed ones first."""
+    items: list[Flipped] = [
+        {
+            "suite": suite,
+            "id": first["id"],
+            "prompt": first["prompt"],
+            "gold": first["gold"],
+            "baseline_output": first["output"],
+            "candidate_output": second["output"],
+            "direction": "regressed" if before else "improved",
+        }
+        for first, second, before, after in _pairs(suite, baseline, candidate)
+        if before != after
+    ]
+    return sorted(items, key=lambda item: item["direction"] == "improved")
+
+
+def _explain(verdict: Outcome, gates: Sequence[Gate]) -> str:
+    """The verdict in a sentence or two: how many gates, and the reason of the first that decided."""
+    if not gates:
+        return "No gate was set, so nothing was judged; the measured numbers are listed as unjudged."
+    if verdict == "pass":
+        return "The gate passes." if len(gates) == 1 else f"All {len(gates)} gates pass."
+    deciding = [gate for gate in gates if gate["verdict"] == verdict]
+    word = "failed" if verdict == "fail" else "could not be decided"
+    return f"{len(deciding)} of {len(gates)} gates {word}. {deciding[0]['reason']}"

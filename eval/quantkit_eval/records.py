@@ -1,0 +1,346 @@
+"""The files that evaluations leave behind and read: samples.jsonl, result.json, throughput.json, verdict.json.
+
+Each record is a plain dict with the type below; the JSON Schema in ``schemas/`` says what every key means. What is
+written validates, appears complete or not at all under its name, and what does not validate is not read.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, NotRequired, TypedDict, cast
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError
+
+from quantkit_eval.errors import RecordError
+
+SCHEMA_VERSION = 1
+SAMPLES_FILE = "samples.jsonl"
+RESULT_FILE = "result.json"
+THROUGHPUT_FILE = "throughput.json"
+VERDICT_FILE = "verdict.json"
+
+Kind = Literal["sample", "result", "throughput", "verdict"]
+Outcome = Literal["pass", "fail", "inconclusive"]
+Direction = Literal["higher_is_better", "lower_is_better"]
+MetricValue = bool | int | float | str | None
+Party = dict[str, Any]  # {"model", "engine", ...}: who was measured
+
+
+class Sample(TypedDict):
+    """One item of one suite."""
+
+    schema_version: int
+    suite: str
+    id: str
+    prompt_hash: str
+    prompt: NotRequired[str]
+    gold: NotRequired[Any]
+    output: NotRequired[str]
+    finish_reason: NotRequired[str]
+    metrics: dict[str, MetricValue]
+
+
+class Metric(TypedDict):
+    """One number about a suite, with how sure it is."""
+
+    value: float | None
+    n: int
+    interval: list[float] | None
+    confidence: float | None
+    method: str
+    unit: str
+    direction: Direction
+
+
+class Histogram(TypedDict):
+    """Counts between ascending edges; there is one edge more than counts."""
+
+    edges: list[float]
+    counts: list[int]
+    unit: str
+
+
+class SuiteRecord(TypedDict):
+    """What one suite found."""
+
+    items_hash: str
+    num_items: int
+    options: dict[str, Any]
+    reference_sha256: NotRequired[str | None]
+    metrics: dict[str, Metric]
+    histograms: dict[str, Histogram]
+
+
+class Result(TypedDict):
+    """One model on its suites."""
+
+    schema_version: int
+    created: str
+    model: dict[str, Any]
+    engine: dict[str, Any]
+    template_hash: str
+    sampling: dict[str, float]
+    seed: int
+    machine: dict[str, Any]
+    suites: dict[str, SuiteRecord]
+
+
+class Ratio(TypedDict):
+    """Candidate over baseline; ``confidence`` is what the interval attains."""
+
+    value: float
+    interval: list[float]
+    confidence: float
+    method: str
+
+
+class ThroughputBatch(TypedDict):
+    """Paired rates of one batch size: entry i of both lists was measured in the same turn."""
+
+    batch_size: int
+    baseline_tok_per_s: list[float]
+    candidate_tok_per_s: list[float]
+    ratio: Ratio
+
+
+class Throughput(TypedDict):
+    """Speed of two models on one machine."""
+
+    schema_version: int
+    created: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    baseline: Party
+    candidate: Party
+    batches: dict[str, ThroughputBatch]
+
+
+class Gate(TypedDict):
+    """One judged number. ``value``, ``interval`` and ``limit`` belong together; see verdict.schema.json."""
+
+    name: str
+    suite: str
+    metric: str
+    kind: Literal["non_inferiority", "upper_bound", "ratio"]
+    baseline: float | None
+    candidate: float | None
+    difference: float | None
+    value: float | None
+    interval: list[float] | None
+    confidence: float | None
+    test: str
+    p_value: float | None
+    p_holm: float | None
+    limit: float
+    unit: str
+    direction: Direction
+    n: int
+    discordant: dict[str, int] | None
+    verdict: Outcome
+    reason: str
+    items_needed: int | None
+
+
+class Unjudged(TypedDict):
+    """A metric that no gate asked about; null where a result lacks it."""
+
+    suite: str
+    metric: str
+    baseline: float | None
+    candidate: float | None
+    unit: str
+
+
+class Flipped(TypedDict):
+    """An item that only one of the two models got right."""
+
+    suite: str
+    id: str
+    prompt: str
+    gold: Any
+    baseline_output: str
+    candidate_output: str
+    direction: Literal["regressed", "improved"]
+
+
+class Verdict(TypedDict):
+    """The end of a comparison."""
+
+    schema_version: int
+    created: str
+    verdict: Outcome
+    exit_code: int
+    reason: str
+    alpha: float
+    gates: list[Gate]
+    unjudged: list[Unjudged]
+    flipped: list[Flipped]
+    baseline: Party
+    candidate: Party
+
+
+def utc_now() -> str:
+    """The ``created`` of a record: the present instant, to the second."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+@cache
+def schema_validator(kind: Kind) -> Draft202012Validator:
+    """The validator of one kind of record."""
+    schema = json.loads(files("quantkit_eval").joinpath("schemas", f"{kind}.schema.json").read_text(encoding="utf-8"))
+    return Draft202012Validator(schema)
+
+
+def validate(record: object, kind: Kind, where: str) -> None:
+    """Check a record against its schema.
+
+    Args:
+        record: what json gave or will be given.
+        kind: which schema.
+        where: path (and line) for the message.
+
+    Raises:
+        RecordError: names the place by its JSON pointer.
+    """
+    problems = sorted(schema_validator(kind).iter_errors(record), key=_depth)
+    if problems:
+        raise RecordError(f"{where}: {_pointer(problems[0])}: {_shorten(problems[0].message)}")
+
+
+def write_samples(path: Path, samples: Iterable[Sample]) -> None:
+    """Write samples.jsonl, one line an item.
+
+    Raises:
+        RecordError: a sample does not fit the schema, or two of one suite share an id.
+    """
+    checked = list(samples)
+    _check_samples(checked, path)
+    write_atomically(path, "".join(_dumps(sample, f"{path}:{i}") + "\n" for i, sample in enumerate(checked, start=1)))
+
+
+def read_samples(path: Path) -> list[Sample]:
+    """Read samples.jsonl.
+
+    Raises:
+        RecordError: the file is missing, or a line is no JSON, does not fit the schema or repeats an id.
+    """
+    lines = _read_text(path).split("\n")
+    if lines.pop():
+        raise RecordError(f"{path}:{len(lines) + 1}: the last line is cut off", fix="Evaluate the model again")
+    samples = [cast(Sample, _loads(line, f"{path}:{i}")) for i, line in enumerate(lines, start=1)]
+    _check_samples(samples, path)
+    return samples
+
+
+def write_result(path: Path, result: Result) -> None:
+    """Write result.json. Raises RecordError if it does not fit the schema."""
+    _write_document(path, result, "result")
+
+
+def read_result(path: Path) -> Result:
+    """Read result.json. Raises RecordError if it is missing, no JSON or does not fit the schema."""
+    return cast(Result, _read_document(path, "result"))
+
+
+def write_throughput(path: Path, throughput: Throughput) -> None:
+    """Write throughput.json. Raises RecordError if it does not fit the schema."""
+    _write_document(path, throughput, "throughput")
+
+
+def read_throughput(path: Path) -> Throughput:
+    """Read throughput.json. Raises RecordError if it is missing, no JSON or does not fit the schema."""
+    return cast(Throughput, _read_document(path, "throughput"))
+
+
+def write_verdict(path: Path, verdict: Verdict) -> None:
+    """Write verdict.json. Raises RecordError if it does not fit the schema."""
+    _write_document(path, verdict, "verdict")
+
+
+def read_verdict(path: Path) -> Verdict:
+    """Read verdict.json. Raises RecordError if it is missing, no JSON or does not fit the schema."""
+    return cast(Verdict, _read_document(path, "verdict"))
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a file that is complete or absent under its name: temporary name, fsync, rename. Makes the folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        with partial.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def _write_document(path: Path, record: Mapping[str, Any], kind: Kind) -> None:
+    text = _dumps(record, str(path), indent=2)  # first: NaN has no pointer of its own in the schema
+    validate(record, kind, str(path))
+    write_atomically(path, text + "\n")
+
+
+def _read_document(path: Path, kind: Kind) -> object:
+    record = _loads(_read_text(path), str(path))
+    validate(record, kind, str(path))
+    return record
+
+
+def _check_samples(samples: list[Sample], path: Path) -> None:
+    seen: dict[tuple[str, str], int] = {}
+    for i, sample in enumerate(samples, start=1):
+        validate(sample, "sample", f"{path}:{i}")
+        suite, item = sample["suite"], sample["id"]
+        first = seen.setdefault((suite, item), i)
+        if first != i:
+            raise RecordError(f"{path}:{i}: /id: {item!r} of suite {suite!r} is already in line {first}")
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise RecordError(f"{path}: no such file", fix="Evaluate the model first") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{path}: cannot be read ({error})") from error
+
+
+def _loads(text: str, where: str) -> object:
+    try:
+        return json.loads(text, parse_constant=_refuse_constant)
+    except ValueError as error:
+        raise RecordError(f"{where}: no JSON ({error})") from None
+
+
+def _dumps(record: Mapping[str, Any], where: str, indent: int | None = None) -> str:
+    try:
+        text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=indent)
+        text.encode()  # a lone surrogate has no UTF-8
+        return text
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{where}: cannot be written as JSON ({error})") from None
+
+
+def _refuse_constant(name: str) -> object:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _depth(problem: ValidationError) -> tuple[int, list[str]]:
+    return -len(problem.absolute_path), [str(part) for part in problem.absolute_path]
+
+
+def _pointer(problem: ValidationError) -> str:
+    parts = (str(part).replace("~", "~0").replace("/", "~1") for part in problem.absolute_path)
+    return "".join(f"/{part}" for part in parts) or "/"
+
+
+def _shorten(message: str, limit: int = 200) -> str:
+    line = " ".join(message.split())
+    return line if len(line) <= limit else line[: limit - 3] + "..."

@@ -1,0 +1,89 @@
+"""What a model can be asked: each suite generates its items from a seed, asks the model and measures the answers.
+
+A suite is one module with a function ``run(SuiteRun) -> SuiteOutcome``, and a line in each table below.
+"""
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from quantkit_eval.errors import OptionError
+from quantkit_eval.protocol import Model
+from quantkit_eval.records import Sample, SuiteRecord
+
+SUITES = {  # name in a recipe -> "module:function"; imported on first use
+    "extract": "quantkit_eval.suites.extract:run",
+    "nll": "quantkit_eval.suites.nll:run",
+}
+PRIMARY_METRICS = {  # the right-or-wrong metric of an item that a max_drop_pp gate judges
+    "extract": "exact",
+}
+
+Progress = Callable[[str, int, int], None]  # suite, items done, items in all
+Options = TypeVar("Options")
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteRun:
+    """What a suite is given.
+
+    Attributes:
+        model: the model under evaluation.
+        options: of the suite, as the user gave them; ``parse_options`` checks them.
+        seed: of the items; equal seeds give equal items.
+        folder: where the suite may leave files of its own beside the records.
+        reference: the folder of the baseline's records or its nll.safetensors; None if this is the baseline.
+        progress: called after each batch with the items done and the items in all.
+    """
+
+    model: Model
+    options: Mapping[str, Any]
+    seed: int
+    folder: Path
+    reference: Path | None
+    progress: Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteOutcome:
+    """What a suite found: one sample an item, and the summary for result.json."""
+
+    samples: list[Sample]
+    record: SuiteRecord
+
+
+Suite = Callable[[SuiteRun], SuiteOutcome]
+
+
+def load_suite(name: str) -> Suite:
+    """The suite of that name.
+
+    Raises:
+        OptionError: there is none.
+    """
+    if name not in SUITES:
+        raise OptionError(f"unknown suite {name!r}", fix=f"Choose from {', '.join(SUITES)}")
+    module, _, function = SUITES[name].partition(":")
+    return cast(Suite, getattr(importlib.import_module(module), function))
+
+
+def parse_options(kind: type[Options], options: Mapping[str, Any], suite: str) -> Options:
+    """Fill a suite's options dataclass; ``__post_init__`` of the dataclass checks ranges with ValueError.
+
+    Raises:
+        OptionError: an unknown option, a wrong type or a value out of range.
+    """
+    types = {field.name: field.type for field in fields(cast(Any, kind))}
+    for name, value in options.items():
+        if name not in types:
+            raise OptionError(f"suite {suite!r} has no option {name!r}", fix=f"Choose from {', '.join(types)}")
+        expected = cast(Any, types[name])
+        if not isinstance(value, expected) or isinstance(value, bool):
+            words = getattr(expected, "__name__", str(expected))
+            raise OptionError(f"option {name!r} of suite {suite!r} must be {words}, not {value!r}")
+    try:
+        return kind(**options)
+    except ValueError as error:
+        raise OptionError(f"suite {suite!r}: {error}") from None

@@ -1,0 +1,110 @@
+"""The items of ``extract``: sentences with known facts, drawn by seed from lists in ``data/extract.json``.
+
+The facts are few and the sentences short, because the suite must be neither a floor nor a ceiling for a model of 10**8
+parameters: what it is to find out is whether a quantized model still does what its original does most of the time.
+"""
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+
+PROMPT = "Extract the {fields} as a JSON object with keys {keys}. Text: {text} Reply with JSON only."
+
+
+@dataclass(frozen=True, slots=True)
+class Template:
+    """One kind of sentence.
+
+    Attributes:
+        sentence: with the fields in braces, in the order in which the answer lists them.
+        fields: key of the answer -> list in data/extract.json, or (smallest, largest) number.
+    """
+
+    sentence: str
+    fields: Mapping[str, str | tuple[int, int]]
+
+
+PERSON: dict[str, str | tuple[int, int]] = {"name": "names", "age": (18, 80), "city": "cities"}
+TEMPLATES = {
+    "lives": Template("{name} is {age} years old and lives in {city}.", PERSON),
+    "moved": Template("{name}, aged {age}, has moved to {city}.", PERSON),
+    "intro": Template("Hello, my name is {name}. I am {age} years old and I live in {city}.", PERSON),
+    "place": Template("{name} is {age} years old and lives in {city}, {country}.", PERSON | {"country": "countries"}),
+    "origin": Template(
+        "{name} is {age} years old and comes from {country}.",
+        {"name": "names", "age": (18, 80), "country": "countries"},
+    ),
+    "student": Template(
+        "{name} is {age} years old and studies {subject}.",
+        {"name": "names", "age": (18, 30), "subject": "subjects"},
+    ),
+    "flight": Template(
+        "The flight from {origin} to {destination} leaves on {day}.",
+        {"origin": "cities", "destination": "cities", "day": "weekdays"},
+    ),
+    "car": Template(
+        "Brand: {brand}. Color: {color}. Price: {price} dollars.",
+        {"brand": "brands", "color": "colors", "price": (2_000, 60_000)},
+    ),
+    "lesson": Template(
+        "Teacher: {teacher}. Subject: {subject}. Room: {room}.",
+        {"teacher": "names", "subject": "subjects", "room": (100, 499)},
+    ),
+    "order": Template(
+        "Product: {product}. Quantity: {quantity}. City: {city}.",
+        {"product": "products", "quantity": (2, 95), "city": "cities"},
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ExtractItem:
+    """One question with its answer.
+
+    Attributes:
+        id: template and running number.
+        prompt: the user's turn.
+        gold: the right object.
+    """
+
+    id: str
+    prompt: str
+    gold: Mapping[str, str | int]
+
+
+def generate_items(num_items: int, seed: int) -> list[ExtractItem]:
+    """Items of all templates in turn. Item i depends on seed and i alone: a longer run begins with the shorter one.
+
+    Args:
+        num_items: how many.
+        seed: of the draw.
+    """
+    names = list(TEMPLATES)
+    return [_draw(names[i % len(names)], i, seed) for i in range(num_items)]
+
+
+def _draw(name: str, index: int, seed: int) -> ExtractItem:
+    template, rng = TEMPLATES[name], random.Random(f"{seed}/{index}")
+    gold: dict[str, str | int] = {}
+    for key, source in template.fields.items():
+        if isinstance(source, tuple):
+            gold[key] = rng.randint(*source)
+        else:
+            gold[key] = rng.choice([value for value in _lists()[source] if value not in gold.values()])  # no twins
+    keys = list(gold)
+    prompt = PROMPT.format(
+        fields=", ".join(keys[:-1]) + " and " + keys[-1],
+        keys=", ".join(f'"{key}"' for key in keys),
+        text=template.sentence.format(**gold),
+    )
+    return ExtractItem(f"{name}-{index:04d}", prompt, gold)
+
+
+@cache
+def _lists() -> dict[str, list[str]]:
+    content = files("quantkit_eval").joinpath("data", "extract.json").read_text(encoding="utf-8")
+    lists: dict[str, list[str]] = json.loads(content)
+    return lists

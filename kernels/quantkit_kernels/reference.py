@@ -1,0 +1,161 @@
+"""The specification of every operation, in plain torch: what each kernel must compute, and what it may be given.
+
+A kernel is a faster body of the same name and signature. The checks stand here too, because the legal inputs are part
+of the specification.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CACHE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CODES_PER_WORD = 8  # 4-bit codes in an int32
+PER_CHANNEL = -1
+
+
+def check_store_kv_cache(
+    key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor
+) -> None:
+    """Raise ValueError, with the allowed values, unless the arguments of `store_kv_cache` fit together."""
+    for name, tensor, cache in (("key", key, key_cache), ("value", value, value_cache)):
+        if tensor.dim() != 3:
+            raise ValueError(f"{name} has {tensor.dim()} dimensions, allowed is 3: [tokens, kv_heads, head_dim]")
+        if cache.dim() != 4:
+            raise ValueError(
+                f"{name}_cache has {cache.dim()} dimensions, allowed is 4: [blocks, kv_block_size, kv_heads, head_dim]"
+            )
+        if cache.shape[2:] != tensor.shape[1:]:
+            raise ValueError(
+                f"{name}_cache ends in {list(cache.shape[2:])}, "
+                f"allowed is what {name} has: {list(tensor.shape[1:])} (kv_heads, head_dim)"
+            )
+        if tensor.dtype not in CACHE_DTYPES or cache.dtype != tensor.dtype:
+            raise ValueError(
+                f"{name} is {tensor.dtype} and {name}_cache {cache.dtype}, "
+                f"allowed is the same for both, one of {', '.join(map(str, CACHE_DTYPES))}"
+            )
+        if tensor.stride(-1) != 1 or cache.stride(-1) != 1:
+            raise ValueError(f"{name} and {name}_cache have the strides {tensor.stride(-1)} and {cache.stride(-1)} "
+                             "along head_dim, allowed is 1 for both")  # fmt: skip
+    if value.shape[:2] != key.shape[:2] or value_cache.shape[:2] != key_cache.shape[:2]:
+        raise ValueError(
+            f"key {list(key.shape)} and value {list(value.shape)}, key_cache {list(key_cache.shape)} and value_cache "
+            f"{list(value_cache.shape)} may differ in head_dim only"
+        )
+    if slot_mapping.shape != key.shape[:1] or slot_mapping.dtype != torch.int64:
+        raise ValueError(
+            f"slot_mapping is {slot_mapping.dtype} {list(slot_mapping.shape)}, "
+            f"allowed is torch.int64 [{key.shape[0]}], one slot a token"
+        )
+    if len({tensor.device for tensor in (key, value, key_cache, value_cache, slot_mapping)}) > 1:
+        raise ValueError(f"key is on {key.device}, allowed is one device for all five tensors")
+
+
+def store_kv_cache(key: Tensor, value: Tensor, key_cache: Tensor, value_cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write the keys and values of new tokens into their slots of the paged cache, in place.
+
+        cache[slot // kv_block_size, slot % kv_block_size] = token's key (value);  slot -1 is padding and is skipped
+
+    Args:
+        key: [T, H_kv, D], unit stride along D, float32, bfloat16 or float16.
+        value: [T, H_kv, D_v], same dtype; D_v may differ from D.
+        key_cache: [blocks, kv_block_size, H_kv, D], dtype of key; other slots stay as they are.
+        value_cache: [blocks, kv_block_size, H_kv, D_v].
+        slot_mapping: [T] int64, each -1 or in [0, blocks * kv_block_size); slots other than -1 are distinct.
+
+    Raises:
+        ValueError: shapes, dtypes, strides or devices that do not fit.
+        IndexError: a slot outside the cache (a kernel on a device does not check this).
+    """
+    check_store_kv_cache(key, value, key_cache, value_cache, slot_mapping)
+    slots = slot_mapping
+    if slots.numel() and int(slots.min()) < 0:
+        kept = slots >= 0
+        key, value, slots = key[kept], value[kept], slots[kept]
+    flat_key, flat_value = key_cache.flatten(0, 1), value_cache.flatten(0, 1)
+    if flat_key.data_ptr() != key_cache.data_ptr() or flat_value.data_ptr() != value_cache.data_ptr():
+        blocks, offsets = slots // key_cache.shape[1], slots % key_cache.shape[1]
+        key_cache[blocks, offsets] = key
+        value_cache[blocks, offsets] = value
+        return
+    flat_key.index_copy_(0, slots, key)
+    flat_value.index_copy_(0, slots, value)
+
+
+def check_w4a16(weight_packed: Tensor, scale: Tensor, group_size: int) -> None:
+    """Raise ValueError, with the allowed values, unless a packed 4-bit weight and its scales fit together."""
+    if weight_packed.dim() != 2 or weight_packed.dtype != torch.int32:
+        raise ValueError(
+            f"weight_packed is {weight_packed.dtype} {list(weight_packed.shape)}, allowed is torch.int32 [N, K / 8]"
+        )
+    out_features, in_features = weight_packed.shape[0], weight_packed.shape[1] * CODES_PER_WORD
+    if group_size != PER_CHANNEL and (group_size <= 0 or in_features % group_size):
+        raise ValueError(f"group_size={group_size}, allowed is -1 or a divisor of K={in_features}")
+    groups = 1 if group_size == PER_CHANNEL else in_features // group_size
+    if scale.shape != (out_features, groups) or not scale.dtype.is_floating_point:
+        raise ValueError(f"scale is {scale.dtype} {list(scale.shape)}, allowed is floating [{out_features}, {groups}]")
+    if scale.device != weight_packed.device:
+        raise ValueError(f"scale is on {scale.device}, allowed is the device of the weight, {weight_packed.device}")
+
+
+def unpack_int4(weight_packed: Tensor) -> Tensor:
+    """[N, K] int8 signed codes in [-8, 7] from [N, K / 8] int32.
+
+    Code k of a row lies, with 8 added, in bits 4 * (k % 8) to 4 * (k % 8) + 3 of word k // 8.
+
+    Source: compressed-tensors, pack-quantized format.
+    """
+    shifts = torch.arange(0, 32, 4, dtype=torch.int32, device=weight_packed.device)
+    codes = (weight_packed.unsqueeze(-1) >> shifts) & 15
+    return codes.to(torch.int8).sub_(8).flatten(1)
+
+
+def dequantize_w4(weight_packed: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """[N, K] float32 weights: code * scale of the code's group."""
+    check_w4a16(weight_packed, scale, group_size)
+    groups = unpack_int4(weight_packed).float().unflatten(1, (scale.shape[1], -1))
+    return (groups * scale.float().unsqueeze(-1)).flatten(1)
+
+
+def w4a16_gemm(x: Tensor, weight_packed: Tensor, scale: Tensor, group_size: int) -> Tensor:
+    """Multiply by a weight of symmetric 4-bit codes with one scale per group of input columns.
+
+        y[m, n] = sum over k of x[m, k] * code[n, k] * scale[n, k // group_size]
+
+    Args:
+        x: [..., K] float32, bfloat16 or float16.
+        weight_packed: [N, K / 8] int32, see `unpack_int4`.
+        scale: [N, K / group_size] floating; may be negative.
+        group_size: columns that share a scale; -1 is one scale per row, then scale is [N, 1].
+
+    Returns:
+        [..., N] in x's dtype; products and sums in float32, rounded once.
+
+    Raises:
+        ValueError: shapes or dtypes that do not fit.
+    """
+    check_w4a16(weight_packed, scale, group_size)
+    if x.shape[-1:] != (weight_packed.shape[1] * CODES_PER_WORD,) or x.dtype not in CACHE_DTYPES:
+        raise ValueError(
+            f"x is {x.dtype} {list(x.shape)}, allowed is [..., {weight_packed.shape[1] * CODES_PER_WORD}] "
+            f"of {', '.join(map(str, CACHE_DTYPES))}"
+        )
+    return F.linear(x.float(), dequantize_w4(weight_packed, scale, group_size)).to(x.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Multiply by a dense weight.
+
+        y[m, n] = sum over k of x[m, k] * weight[n, k], + bias[n]
+
+    Args:
+        x: [..., K] floating.
+        weight: [N, K], dtype of x.
+        bias: [N], dtype of x, or None.
+
+    Returns:
+        [..., N] in x's dtype; sums in float32 or wider for 16-bit types, rounded once.
+    """
+    if x.dtype == torch.float64:
+        return F.linear(x, weight, bias)
+    return F.linear(x.float(), weight.float(), None if bias is None else bias.float()).to(x.dtype)

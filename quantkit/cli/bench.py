@@ -1,0 +1,41 @@
+"""``quantkit bench``."""
+
+from pathlib import Path
+
+import click
+
+from quantkit.cli.output import emit, json_option, throughput_lines
+from quantkit.cli.progress import show_progress
+
+COUNT = click.IntRange(min=1)
+
+
+@click.command("bench")
+@click.argument("baseline")
+@click.argument("candidate")
+@click.option("--batch-size", "batch_sizes", type=COUNT, multiple=True, default=(1, 16), show_default=True,
+              help="Requests at once; may be given several times.")  # fmt: skip
+@click.option("--new-tokens", type=COUNT, default=64, show_default=True, help="Tokens that each request gets.")
+@click.option("--repeats", type=COUNT, default=5, show_default=True, help="Pairs of runs, in the order A B A B.")
+@click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write throughput.json.")
+@json_option
+def bench_command(
+    baseline: str,
+    candidate: str,
+    batch_sizes: tuple[int, ...],
+    new_tokens: int,
+    repeats: int,
+    output: Path | None,
+    as_json: bool,
+) -> None:
+    """Measure how fast CANDIDATE writes beside BASELINE: tokens a second in turns, and their ratio with an interval."""
+    from quantkit.serve import Engine, EngineModel
+    from quantkit_eval.records import write_throughput
+    from quantkit_eval.throughput import measure_throughput
+
+    with show_progress() as progress:
+        first, second = EngineModel(Engine(baseline)), EngineModel(Engine(candidate))
+        record = measure_throughput(first, second, batch_sizes, new_tokens, repeats, progress=progress)
+    if output:
+        write_throughput(output, record)
+    emit(record, throughput_lines(record), as_json=as_json)

@@ -1,0 +1,37 @@
+"""``quantkit report``."""
+
+from pathlib import Path
+
+import click
+
+from quantkit.cli.output import emit, json_option
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FILE = click.Path(dir_okay=False, path_type=Path)
+
+
+@click.command("report")
+@click.argument("run_folder", type=FOLDER)
+@click.option("--checkpoint", type=FOLDER, help="The candidate's folder: adds its recipe and its layers to the report.")
+@click.option("--html", type=FILE, help="One self-contained page.  [default: RUN_FOLDER/report.html]")
+@click.option("--junit", type=FILE, help="JUnit XML, a test case a gate.  [default: RUN_FOLDER/junit.xml]")
+@click.option("--markdown", type=FILE, help="For a pull request.  [default: RUN_FOLDER/report.md]")
+@json_option
+def report_command(
+    run_folder: Path,
+    checkpoint: Path | None,
+    html: Path | None,
+    junit: Path | None,
+    markdown: Path | None,
+    as_json: bool,
+) -> None:
+    """Write the report of RUN_FOLDER, the folder with verdict.json that `quantkit run` or `quantkit compare` made.
+
+    With none of --html, --junit and --markdown all three are written into RUN_FOLDER.
+    """
+    from quantkit_eval.report import load_report_input, write_report
+
+    if not (html or junit or markdown):
+        html, junit, markdown = run_folder / "report.html", run_folder / "junit.xml", run_folder / "report.md"
+    written = write_report(load_report_input(run_folder, checkpoint), html, junit, markdown)
+    emit({"files": [str(path) for path in written]}, map(str, written), as_json=as_json)

@@ -1,0 +1,32 @@
+"""``quantkit run``."""
+
+import click
+
+from quantkit.cli.output import emit, json_option, verdict_lines
+from quantkit.cli.progress import show_progress
+
+
+@click.command("run")
+@click.argument("recipe")
+@click.argument("model", required=False)
+@click.option("--overwrite", is_flag=True, help="Replace a checkpoint and records of an earlier run.")
+@json_option
+def run_command(recipe: str, model: str | None, overwrite: bool, as_json: bool) -> int:
+    """Quantize, serve before and after, evaluate both, compare, report: the whole of RECIPE.
+
+    RECIPE is a YAML file or the name of a built-in recipe. MODEL is a hub id, a folder or a .gguf file and wins over
+    the recipe's own.
+
+    The exit code is the verdict: 0 pass, 3 quality regression, 4 inconclusive.
+    """
+    from quantkit.recipe import load_recipe
+
+    loaded = load_recipe(recipe).with_model(model)
+    loaded.require_model()
+    from quantkit import gate
+
+    with show_progress() as progress:
+        verdict = gate.run(loaded, overwrite=overwrite, progress=progress)
+    reports = [f"{kind}: {path}" for kind, path in loaded.report.paths.items()]
+    emit(verdict, [*verdict_lines(verdict), *reports], as_json=as_json)
+    return int(verdict["exit_code"])

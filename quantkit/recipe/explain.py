@@ -1,0 +1,178 @@
+"""pydantic's errors -> one line with file, line, column, key path, the allowed values and "did you mean"."""
+
+import difflib
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from quantkit.errors import RecipeError
+from quantkit.recipe import gates, model, quantization
+from quantkit.recipe.document import Document, KeyPath, Position, key_path
+from quantkit.scheme import PRESETS
+
+# The model behind each mapping of the file; the last word is the tag where another key of the mapping chooses.
+SECTIONS: dict[str, type[BaseModel]] = {
+    "": model.Recipe,
+    "calibration": quantization.Calibration,
+    "calibration.sources[].text": quantization.TextSource,
+    "calibration.sources[].jsonl": quantization.JsonlSource,
+    "calibration.sources[].dataset": quantization.DatasetSource,
+    "quantization": quantization.Quantization,
+    "quantization.scheme": quantization.Scheme,
+    "quantization.algorithm.rtn": quantization.Rtn,
+    "quantization.algorithm.gptq": quantization.Gptq,
+    "outputs[]": model.Output,
+    "gates": gates.Gates,
+    "report": gates.Report,
+}
+_EXPECTED = {  # pydantic's error type -> what must stand there; what was found is added
+    "int_type": "must be a whole number",
+    "float_type": "must be a number",
+    "string_type": "must be text",
+    "bool_type": "must be true or false",
+    "is_instance_of": "must be a path",
+    "tuple_type": "must be a list",
+    "dict_type": "must be a mapping",
+    "model_type": "must be a mapping",
+    "model_attributes_type": "must be a mapping",
+    "finite_number": "must be a finite number",
+}
+Problem = tuple[Position, str]
+
+
+def explain(error: ValidationError, document: Document) -> RecipeError:
+    """The first problem in the order of the file, as an error; how many more there are is said at its end."""
+    details = error.errors()
+    misspelt = {entry["loc"][:-1] for entry in details if entry["type"] == "extra_forbidden"}
+    problems = {_problem(entry, document) for entry in details if not _is_consequence(entry, misspelt)}
+    (place, text), *more = sorted(problems, key=lambda problem: (problem[0].line, problem[0].column))
+    note = f" (and {len(more)} more)" if more else ""
+    return RecipeError(f"{document.origin}:{place.line}:{place.column}: {text}{note}")
+
+
+def did_you_mean(given: object, allowed: Sequence[str]) -> str:
+    """``; did you mean 'extract'?``, or nothing if no word is near."""
+    by_lower = {word.lower(): word for word in allowed}
+    close = difflib.get_close_matches(str(given).lower(), list(by_lower), n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
+
+def _is_consequence(details: ErrorDetails, misspelt: set[tuple[int | str, ...]]) -> bool:
+    """A list is "too short" when its items are wrong, a key "missing" when it is misspelt: the cause says enough."""
+    if details["type"] == "missing":
+        return details["loc"][:-1] in misspelt
+    return details["type"] == "too_short" and bool(details["input"])
+
+
+def _problem(details: ErrorDetails, document: Document) -> Problem:
+    path, tag = _split_tag(details["loc"])
+    kind, found, context = details["type"], details["input"], details.get("ctx", {})
+    match kind:
+        case "not_yet":
+            return _not_yet(document, (*path, *context["keys"]))
+        case "recipe":
+            path = (*path, *context["keys"])
+            text = str(context["message"])
+            return document.position(path), f"{key_path(path)}: {text}" if path else text
+        case "extra_forbidden":
+            return _unknown_key(document, path, tag)
+        case "too_short":
+            return document.position(path), f"{key_path(path)}: must not be empty"
+        case "missing":
+            return document.position(path, at_key=True), f"{key_path(path)}: missing{_example(path)}"
+        case "literal_error" | "choice" | "union_tag_invalid" | "union_tag_not_found":
+            return _wrong_choice(document, path, kind, found, context)
+    expected = _EXPECTED.get(kind) or details["msg"].replace("Input should", "must")
+    return document.position(path), f"{key_path(path)}: {expected}, not {_show(found)}"
+
+
+def _split_tag(loc: Sequence[str | int]) -> tuple[KeyPath, str | None]:
+    """The location without the tags of its unions and the mark of a wrong key; and the last tag."""
+    path: list[str | int] = []
+    tag: str | None = None
+    for part in loc:
+        is_tag = path[-1:] == ["algorithm"] or (len(path) > 2 and path[-2] == "sources" and tag is None)
+        if is_tag and tag is None and isinstance(part, str):
+            tag = part
+        elif part != "[key]":
+            path.append(part)
+    return tuple(path), tag
+
+
+def _pattern(path: KeyPath) -> str:
+    return re.sub(r"\[\d+\]", "[]", key_path(path))
+
+
+def _unknown_key(document: Document, path: KeyPath, tag: str | None) -> Problem:
+    if _pattern(path) in model.NOT_YET_KEYS:
+        return _not_yet(document, path)
+    section = _pattern(path[:-1])
+    allowed = _keys(f"{section}.{tag}" if tag else section)
+    hint = did_you_mean(path[-1], allowed)
+    if not hint:
+        homes = [name for name in SECTIONS if path[-1] in _keys(name) and name != section]
+        hint = f"; {path[-1]} belongs under {homes[0]}" if homes and homes[0] else ""
+    text = f"{key_path(path)}: unknown key; allowed here: {', '.join(allowed)}{hint}"
+    return document.position(path, at_key=True), text
+
+
+def _keys(section: str) -> list[str]:
+    """The keys of a mapping that do something."""
+    names = [field.alias or name for name, field in SECTIONS[section].model_fields.items()]
+    return [name for name in names if f"{section}.{name}".removeprefix(".") not in model.NOT_YET_KEYS]
+
+
+def _wrong_choice(document: Document, path: KeyPath, kind: str, found: Any, context: dict[str, Any]) -> Problem:
+    if kind == "choice":
+        allowed = list(context["allowed"])
+    elif kind == "literal_error":
+        allowed = re.split(r", | or ", context["expected"].replace("'", "").replace("True", "true"))
+    else:
+        path = (*path, context["discriminator"].strip("'"))
+        allowed = [key.rpartition(".")[2] for key in SECTIONS if key.startswith(f"{_pattern(path[:-1])}.")]
+    if kind == "union_tag_not_found":
+        return document.position(path[:-1]), f"{key_path(path)}: missing; allowed: {', '.join(allowed)}"
+    found = context.get("tag", found)
+    at_key = path not in document.values or found == path[-1]
+    pattern = f"{_pattern(path[:-1])}{{}}" if at_key else _pattern(path)
+    if isinstance(found, str | int) and found in model.NOT_YET_VALUES.get(pattern, ()):
+        return _not_yet(document, path, f": {_show(found)}; supported: {', '.join(allowed)}")
+    if pattern == "version":
+        return document.position(path), f"version: this quantkit reads version {allowed[0]}, not {_show(found)}"
+    at_key = path not in document.values or found == path[-1]
+    text = (
+        f"{key_path(path)}: {_show(found)} is not allowed; allowed: {', '.join(allowed)}{did_you_mean(found, allowed)}"
+    )
+    return document.position(path, at_key=at_key), text
+
+
+def _not_yet(document: Document, path: KeyPath, rest: str = "") -> Problem:
+    return document.position(path, at_key=True), f"not supported yet: {key_path(path)}{rest}"
+
+
+def _example(path: KeyPath) -> str:
+    examples = {
+        "version": "write `version: 1`",
+        "quantization.scheme": f"one of {', '.join(PRESETS)}",
+        "quantization.algorithm": "{name: gptq} or {name: rtn}",
+        "outputs[].format": "format: compressed-tensors",
+    }
+    example = examples.get(_pattern(path))
+    return f"; {example}" if example else ""
+
+
+def _show(value: Any) -> str:
+    """A value as an error line quotes it."""
+    match value:
+        case bool():
+            return str(value).lower()
+        case dict():
+            return "a mapping"
+        case list():
+            return "a list"
+        case str():
+            return repr(value if len(value) <= 60 else f"{value[:57]}...")
+    return str(value)

@@ -1,0 +1,8 @@
+"""The engine that runs a model before and after quantization: paged cache, continuous batching, packed weights."""
+
+from quantkit.serve.config import EngineConfig
+from quantkit.serve.engine import Engine
+from quantkit.serve.evaluated import EngineModel
+from quantkit.serve.request import Completion, RequestOutput, SamplingParams
+
+__all__ = ["Completion", "Engine", "EngineConfig", "EngineModel", "RequestOutput", "SamplingParams"]

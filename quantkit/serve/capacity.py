@@ -1,0 +1,45 @@
+"""How long a request may be and how many blocks the cache has."""
+
+from quantkit.errors import EngineError, UsageError
+from quantkit.serve.config import EngineConfig
+from quantkit.serve.kv_cache import KVCache, kv_block_bytes
+from quantkit.serve.memory import available_bytes
+from quantkit.serve.models.loader import LoadedModel
+
+FREE_MEMORY_SHARE = 0.25  # of the free memory that a cache of unstated size may take
+
+
+def resolve_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Most tokens of a request: as configured, else as the model allows.
+
+    Raises:
+        UsageError: more than the model was made for.
+    """
+    if config.max_model_len is None:
+        return loaded.max_model_len
+    if config.max_model_len > loaded.max_model_len:
+        raise UsageError(f"max_model_len={config.max_model_len} is more than the model's {loaded.max_model_len}")
+    return config.max_model_len
+
+
+def make_cache(config: EngineConfig, loaded: LoadedModel, max_model_len: int) -> KVCache:
+    """A cache as configured; else room for every running request at its longest, as far as memory goes.
+
+    Raises:
+        EngineError: not even one block beside the null block.
+    """
+    block_bytes = kv_block_bytes(loaded.shapes, config.kv_block_size, loaded.dtype)
+    if config.kv_cache_bytes is not None:
+        num_blocks = config.kv_cache_bytes // block_bytes
+        limit = f"kv_cache_bytes={config.kv_cache_bytes}"
+    else:
+        per_request = -(-max_model_len // config.kv_block_size)
+        share = int(available_bytes() * FREE_MEMORY_SHARE)
+        num_blocks = min(config.max_num_seqs * per_request + 1, share // block_bytes)
+        limit = f"{FREE_MEMORY_SHARE:.0%} of the free memory ({share} bytes)"
+    if num_blocks < 2:
+        raise EngineError(
+            f"{limit} holds {num_blocks} cache blocks of {block_bytes} bytes, at least 2 are needed",
+            fix="raise kv_cache_bytes or lower kv_block_size",
+        )
+    return KVCache(loaded.shapes, num_blocks, config.kv_block_size, loaded.dtype)

@@ -1,0 +1,56 @@
+"""A model's chat template: messages to the token ids of a prompt."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from transformers import PreTrainedTokenizerBase
+
+from quantkit.errors import EngineError, UsageError
+
+Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+
+class ChatTemplate:
+    """Renders chats as the model was trained to read them.
+
+    Args:
+        tokenizer: of the model, with its template.
+        model_name: for errors.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, model_name: str) -> None:
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+
+    @property
+    def is_defined(self) -> bool:
+        """True if the model has a template."""
+        return bool(self._tokenizer.chat_template)
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the template's text, in hex; of the empty text if there is none."""
+        text = str(self._tokenizer.get_chat_template()) if self.is_defined else ""
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def render(self, messages: Sequence[Message]) -> list[int]:
+        """Token ids of a chat, ready for the assistant's turn.
+
+        Raises:
+            EngineError: the model has no template.
+            UsageError: the template refuses these messages.
+        """
+        if not self.is_defined:
+            raise EngineError(
+                f"{self._model_name} has no chat template", fix="use plain prompts, or add chat_template.jinja to it"
+            )
+        if not messages:
+            raise UsageError("a chat needs at least one message")
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+            )
+        except Exception as error:
+            # A template is code that came with the model; whatever it raises, it refuses these messages.
+            raise UsageError(f"the chat template of {self._model_name} refuses the messages: {error}") from error
+        return [int(token_id) for token_id in rendered]

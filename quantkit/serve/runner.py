@@ -1,0 +1,54 @@
+"""Runs the model on a batch."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from quantkit.serve.attention_metadata import AttentionMetadata
+from quantkit.serve.batch import Batch, uncached_batch
+from quantkit.serve.kv_cache import KVCache
+
+SCORED_ROWS = 256  # rows of logits made into float32 log-probabilities at a time
+
+
+class ModelRunner:
+    """A model and its cache.
+
+    Args:
+        model: with `quantkit.serve.attention` in its layers.
+        cache: keys and values of all requests.
+        dtype: of the activations.
+    """
+
+    def __init__(self, model: nn.Module, cache: KVCache, dtype: torch.dtype) -> None:
+        self._model = model
+        self._cache = cache
+        self._dtype = dtype
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> Tensor:
+        """Compute a step and fill the cache; [R, V] logits of the requests that reach their last token."""
+        return self._logits(batch, self._cache, batch.logits_indices())
+
+    @torch.inference_mode()
+    def score(self, token_ids: Sequence[int]) -> Tensor:
+        """[T, V] float32 log-probabilities of each next token, from one forward pass; the cache is not touched."""
+        logits = self._logits(uncached_batch([token_ids]), None, 0)
+        scores = torch.empty(logits.shape, dtype=torch.float32)
+        for start in range(0, len(logits), SCORED_ROWS):
+            rows = slice(start, start + SCORED_ROWS)
+            torch.log_softmax(logits[rows].float(), dim=-1, out=scores[rows])
+        return scores
+
+    def _logits(self, batch: Batch, cache: KVCache | None, rows: Tensor | int) -> Tensor:
+        output: Any = self._model(
+            input_ids=batch.input_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=rows,
+            paged=AttentionMetadata(batch, cache, self._dtype),
+        )
+        logits: Tensor = output.logits[0]
+        return logits

@@ -1,0 +1,89 @@
+"""One evaluation leaves valid records, or nothing."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quantkit_eval.errors import ModelOutputError, OptionError
+from quantkit_eval.evaluate import evaluate
+from quantkit_eval.machine import describe_machine
+from quantkit_eval.protocol import Model
+from quantkit_eval.records import read_result, read_samples
+from quantkit_eval.suites import PRIMARY_METRICS, SUITES, load_suite
+
+SUITES_WANTED: dict[str, dict[str, Any]] = {"extract": {"num_items": 70}, "nll": {"max_windows": 4}}
+
+
+def test_the_fake_is_a_model(fake_model: Callable[..., Any]) -> None:
+    assert isinstance(fake_model(), Model)
+
+
+def test_records_of_both_suites(tmp_path: Path, erring_model: Callable[..., Any]) -> None:
+    seen: list[tuple[str, int, int]] = []
+    result = evaluate(erring_model(70, 3, 0.1), SUITES_WANTED, 3, tmp_path, progress=lambda *event: seen.append(event))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["nll.safetensors", "result.json", "samples.jsonl"]
+    assert read_result(tmp_path / "result.json") == result
+    samples = read_samples(tmp_path / "samples.jsonl")
+    assert [sample["suite"] for sample in samples] == ["extract"] * 70 + ["nll"] * 4
+    assert seen == [("extract", 64, 70), ("extract", 70, 70), *(("nll", i, 4) for i in (1, 2, 3, 4))]
+    assert result["seed"] == 3
+    assert result["sampling"] == {"temperature": 0.0, "top_p": 1.0}
+    assert result["machine"]["versions"]["torch"]
+
+
+def test_the_same_evaluation_gives_the_same_samples(tmp_path: Path, erring_model: Callable[..., Any]) -> None:
+    for name in ("a", "b"):
+        evaluate(erring_model(70, 3, 0.1), SUITES_WANTED, 3, tmp_path / name)
+    for file in ("samples.jsonl", "nll.safetensors"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+def test_a_failure_leaves_earlier_records_alone(tmp_path: Path, erring_model: Callable[..., Any]) -> None:
+    evaluate(erring_model(70, 3, 0.1), SUITES_WANTED, 3, tmp_path)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    class Failing(type(erring_model(70, 3, 0.5))):  # type: ignore[misc]
+        def score(self, token_ids: Sequence[int]) -> object:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Failing(), SUITES_WANTED, 4, tmp_path)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("suites", "words"),
+    [({}, "no suite"), ({"extrct": {}}, "unknown suite 'extrct'. Choose from extract, nll")],
+)
+def test_wrong_suites_are_named_before_the_work(
+    tmp_path: Path, fake_model: Callable[..., Any], suites: dict[str, dict[str, Any]], words: str
+) -> None:
+    model = fake_model()
+    with pytest.raises(OptionError, match=words):
+        evaluate(model, {"extract": {}} | suites if suites else {}, 0, tmp_path / "a")
+    assert model.calls == 0
+    assert not (tmp_path / "a").exists()
+
+
+@pytest.mark.parametrize("key", ["model", "engine", "template_hash"])
+def test_a_model_has_to_say_who_it_is(tmp_path: Path, fake_model: Callable[..., Any], key: str) -> None:
+    class Anonymous(fake_model):  # type: ignore[misc,valid-type]
+        def describe(self) -> dict[str, object]:
+            return {name: value for name, value in super().describe().items() if name != key}
+
+    with pytest.raises(ModelOutputError, match=key):
+        evaluate(Anonymous(), {"extract": {"num_items": 1}}, 0, tmp_path)
+
+
+def test_every_suite_loads_and_graded_ones_are_suites() -> None:
+    assert all(callable(load_suite(name)) for name in SUITES)
+    assert set(PRIMARY_METRICS) <= set(SUITES)
+
+
+def test_the_machine_is_described() -> None:
+    machine = describe_machine()
+    assert machine["cpu_count"] >= 1
+    assert machine["memory_bytes"] is None or machine["memory_bytes"] > 2**20
+    assert machine["cpu"]

@@ -1,0 +1,126 @@
+"""Greedy, temperature and top-p against an independent computation in numpy, and seeds."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor
+
+from quantkit.serve.sampler import NUCLEUS_GUESS, Draw, sample, sample_probabilities
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def numpy_softmax(logits: Tensor, temperature: float) -> np.ndarray:
+    scores = logits.double().numpy() / temperature
+    probabilities = np.exp(scores - scores.max())
+    return probabilities / probabilities.sum()
+
+
+def numpy_nucleus(probabilities: np.ndarray, top_p: float) -> dict[int, float]:
+    """Token -> probability after renormalizing the nucleus, written out from the definition."""
+    kept: dict[int, float] = {}
+    for token in sorted(range(len(probabilities)), key=lambda index: -probabilities[index]):
+        kept[token] = float(probabilities[token])
+        if sum(kept.values()) >= top_p:
+            break
+    total = sum(kept.values())
+    return {token: probability / total for token, probability in kept.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_greedy_takes_the_largest_and_the_first_of_equals(dtype: torch.dtype) -> None:
+    logits = torch.tensor([[0.0, 3, 1], [5, 5, 1], [-2, -1, -1]]).to(dtype)
+    assert sample(logits, [Draw(0.0, 1.0, None)] * 3) == [1, 0, 1]
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (1.5, 0.5), (0.3, 0.999), (2.0, 0.05)])
+@pytest.mark.parametrize("vocab", [40, 3 * NUCLEUS_GUESS])
+def test_frequencies_are_those_of_the_nucleus(temperature: float, top_p: float, vocab: int) -> None:
+    logits = torch.randn(vocab, generator=generator(1)) * 2
+    wanted = numpy_nucleus(numpy_softmax(logits, temperature), top_p)
+    draws = 4000
+    rows = logits.repeat(draws, 1)
+    shared = generator(2)
+    tokens = sample(rows, [Draw(temperature, top_p, shared)] * draws)
+    counts = np.bincount(np.array(tokens), minlength=vocab)
+    assert set(np.nonzero(counts)[0]) <= set(wanted)
+    expected = np.array([wanted[token] * draws for token in wanted])
+    observed = np.array([counts[token] for token in wanted])
+    large = expected >= 5  # the rest is pooled, as the chi-square test needs
+    if not large.all():
+        expected = np.append(expected[large], expected[~large].sum())
+        observed = np.append(observed[large], observed[~large].sum())
+    if len(expected) > 1:
+        assert stats.chisquare(observed, expected).pvalue > 1e-4
+    else:
+        assert observed.sum() == draws
+
+
+@pytest.mark.parametrize("top_p", [0.1, 0.35, 0.7, 0.95, 0.9999])
+@pytest.mark.parametrize("spread", [0.02, 1.0, 4.0])
+def test_each_uniform_number_gives_the_token_of_the_definition(top_p: float, spread: float) -> None:
+    """Flat distributions need more than the guessed nucleus, peaked ones one token."""
+    places = torch.randperm(1200, generator=generator(3))
+    probabilities = torch.linspace(-3 * spread, 3 * spread, 1200)[places].softmax(-1)
+    assert len(probabilities.unique()) == 1200  # no ties, whose order nobody defines
+    wanted = numpy_nucleus(probabilities.double().numpy(), top_p)
+    edges = np.cumsum(list(wanted.values()))
+    uniform = torch.rand(200, generator=generator(4), dtype=torch.float64)
+    tokens = sample_probabilities(probabilities.repeat(200, 1), torch.full((200,), top_p, dtype=torch.float64), uniform)
+    for token, number in zip(tokens.tolist(), uniform.tolist(), strict=True):
+        index = list(wanted).index(token)  # in the nucleus
+        low = 0.0 if index == 0 else edges[index - 1]
+        assert low - 1e-9 <= number <= edges[index] + 1e-9
+
+
+def test_the_ends_of_the_uniform_range() -> None:
+    probabilities = torch.tensor([[0.0, 0.25, 0.75, 0.0]])
+    for top_p in (1.0, 0.999999):
+        for number, wanted in ((0.0, {1, 2}), (1 - 2**-53, {1, 2})):
+            one = torch.tensor([number], dtype=torch.float64)
+            token = sample_probabilities(probabilities, torch.tensor([top_p], dtype=torch.float64), one)
+            assert int(token) in wanted  # never a token of probability 0
+
+
+def test_a_row_depends_on_its_own_logits_and_generator_only() -> None:
+    logits = torch.randn(6, 2000, generator=generator(5))
+    settings = [(0.8, 0.9), (0.0, 1.0), (1.0, 1.0), (1.2, 0.3), (0.5, 0.99), (3.0, 0.97)]
+
+    def draws() -> list[Draw]:
+        return [Draw(temperature, top_p, generator(row)) for row, (temperature, top_p) in enumerate(settings)]
+
+    together = sample(logits, draws())
+    alone = [sample(logits[row : row + 1], draws()[row : row + 1])[0] for row in range(6)]
+    backwards = sample(logits.flip(0), draws()[::-1])[::-1]
+    assert together == alone == backwards
+
+
+def test_one_number_is_drawn_for_each_token() -> None:
+    """So that a preempted request, which computes its tokens anew, goes on with the right numbers."""
+    used = generator(6)
+    for row in range(5):
+        sample(torch.randn(1, 50, generator=generator(row)), [Draw(1.0, 0.9, used)])
+    counted = generator(6)
+    torch.rand(5, generator=counted, dtype=torch.float64)
+    assert torch.equal(used.get_state(), counted.get_state())
+
+
+def test_rows_that_are_no_distribution_are_none_and_disturb_nobody() -> None:
+    logits = torch.randn(4, 30, generator=generator(7))
+    wanted = sample(logits, [Draw(1.0, 0.9, generator(1)), *[Draw(0.0, 1.0, None)] * 3])
+    logits[1, 3] = float("nan")
+    logits[2, 3] = float("inf")
+    logits[0, 5] = float("-inf")  # a token that cannot come is fine
+    logits[3] = float("-inf")
+    found = sample(logits, [Draw(1.0, 0.9, generator(1)), Draw(1.0, 0.9, generator(2)), *[Draw(0.0, 1.0, None)] * 2])
+    assert found[1:] == [None, None, None]
+    assert found[0] is not None
+    assert wanted[0] is not None
+
+
+def test_a_tiny_temperature_is_nearly_greedy_and_not_nan() -> None:
+    logits = torch.tensor([[1.0, 2.0, 1.5]])
+    assert sample(logits, [Draw(1e-30, 1.0, generator(0))]) == [1]
