@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from quantkit.errors import CheckpointError
 from quantkit.pipeline import quantize_model
-from quantkit.recipe import Gates, Recipe
+from quantkit.recipe import Recipe
 from quantkit.serve import Engine, EngineConfig, EngineModel
 from quantkit.source import ModelSource, open_source
 from quantkit.verify import verify_checkpoint
@@ -50,13 +49,12 @@ def run(recipe: Recipe, *, overwrite: bool = False, progress: Progress | None = 
         tell("verify", 1, 1)
     baseline = EngineModel(Engine(source, engine_config(source)))
     candidate = EngineModel(Engine(source if checkpoint is None else checkpoint, engine_config(source)))
-    suites = suite_options(recipe.gates)
+    suites = recipe.gates.suite_options
     evaluate(baseline, suites, SEED, records / "baseline", None, _named(tell, "baseline"))
     evaluate(candidate, suites, SEED, records / "candidate", records / "baseline", _named(tell, "candidate"))
     speeds = measure_throughput(baseline, candidate, BATCH_SIZES, progress=_named(tell, "throughput"))
     write_throughput(records / THROUGHPUT_FILE, speeds)
-    limits = recipe.gates.model_dump(include={"suites", "max_drop_pp", "max_kl_mean_nats", "min_throughput_ratio"})
-    verdict = compare(records / "baseline", records / "candidate", limits, records / THROUGHPUT_FILE)
+    verdict = compare(records / "baseline", records / "candidate", recipe.gates.limits, records / THROUGHPUT_FILE)
     write_verdict(records / VERDICT_FILE, verdict)
     report = recipe.report
     write_report(load_report_input(records, checkpoint), report.html, report.junit, report.markdown)
@@ -67,11 +65,6 @@ def engine_config(source: ModelSource) -> EngineConfig:
     """Settings for the suites: two engines stand side by side, and short prompts need no large cache."""
     longest = getattr(source.config, "max_position_embeddings", MAX_MODEL_LEN)
     return EngineConfig(max_model_len=min(MAX_MODEL_LEN, longest))
-
-
-def suite_options(gates: Gates) -> dict[str, dict[str, Any]]:
-    """The suites that the gates name, with their options."""
-    return {suite: {"num_items": gates.num_items[suite]} if suite in gates.num_items else {} for suite in gates.suites}
 
 
 def records_folder(recipe: Recipe) -> Path:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit import __version__
 from quantkit.calibration.dataset import CalibrationSet
 from quantkit.recipe import Recipe
 from quantkit.source import ModelSource
@@ -55,7 +56,7 @@ def build_manifest(
     """The manifest, all but times and file hashes."""
     return {
         "schema_version": SCHEMA_VERSION,
-        "quantkit_version": metadata.version("quantkit"),
+        "quantkit_version": __version__,
         "recipe": recipe.text,
         "recipe_sha256": recipe.sha256,
         "model": facts["model"],

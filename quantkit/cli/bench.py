@@ -29,12 +29,15 @@ def bench_command(
     as_json: bool,
 ) -> None:
     """Measure how fast CANDIDATE writes beside BASELINE: tokens a second in turns, and their ratio with an interval."""
+    from quantkit.gate import engine_config
     from quantkit.serve import Engine, EngineModel
+    from quantkit.source import open_source
     from quantkit_eval.records import write_throughput
     from quantkit_eval.throughput import measure_throughput
 
     with show_progress() as progress:
-        first, second = EngineModel(Engine(baseline)), EngineModel(Engine(candidate))
+        sources = [open_source(model) for model in (baseline, candidate)]
+        first, second = (EngineModel(Engine(source, engine_config(source))) for source in sources)
         record = measure_throughput(first, second, batch_sizes, new_tokens, repeats, progress=progress)
     if output:
         write_throughput(output, record)

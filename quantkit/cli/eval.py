@@ -24,10 +24,13 @@ def eval_command(
     from quantkit.recipe import Gates, load_recipe
 
     gates = load_recipe(recipe).gates if recipe else Gates()
+    from quantkit.gate import engine_config
     from quantkit.serve import Engine, EngineModel
+    from quantkit.source import open_source
     from quantkit_eval.evaluate import evaluate
 
     with show_progress() as progress:
-        served = EngineModel(Engine(model))
+        source = open_source(model)
+        served = EngineModel(Engine(source, engine_config(source)))
         result = evaluate(served, gates.suite_options, seed, output, reference, progress)
     emit(result, [*metric_lines(result), f"records: {output}"], as_json=as_json)
