@@ -1,7 +1,7 @@
 """One model on its suites: asks, measures and leaves the records in a folder."""
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from quantkit_eval.records import (
     write_result,
     write_samples,
 )
+from quantkit_eval.reference import REFERENCE_FILE
 from quantkit_eval.suites import Progress, SuiteRun, load_suite
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0}
@@ -41,7 +42,8 @@ def evaluate(
         suites: name of a suite -> its options; an empty mapping takes the defaults.
         seed: of the items; a candidate needs the seed of its baseline.
         out: folder for the records, made if need be; earlier records in it are replaced.
-        reference: folder of the baseline's records (or its nll.safetensors); None if this is the baseline.
+        reference: folder of the baseline's records (or its nll.safetensors), which the suite ``nll`` reads; None if
+            this is the baseline.
         progress: called with the suite, the items done and the items in all.
 
     Returns:
@@ -54,6 +56,10 @@ def evaluate(
     """
     if not suites:
         raise OptionError("no suite to evaluate", fix="Name at least one")
+    if reference and out.resolve() in (reference.resolve(), reference.resolve().parent):
+        raise OptionError(
+            f"{out} holds the reference and cannot take the candidate's records", fix="Name another folder"
+        )
     runners = {name: load_suite(name) for name in suites}  # a typo shows before the work
     party = describe_model(model)
     out.mkdir(parents=True, exist_ok=True)
@@ -92,13 +98,14 @@ def describe_model(model: Model) -> dict[str, Any]:
 
 
 def _replace_records(folder: Path, out: Path) -> None:
-    """Move every file of folder to out; while they change there is no result.json."""
-    (out / RESULT_FILE).unlink(missing_ok=True)
+    """Move every file of folder to out in place of all earlier records; while they change there is no result.json."""
+    for name in (RESULT_FILE, SAMPLES_FILE, REFERENCE_FILE):
+        (out / name).unlink(missing_ok=True)
     for path in sorted(folder.iterdir(), key=lambda path: path.name == RESULT_FILE):
         path.replace(out / path.name)
 
 
-def _report_to(progress: Progress | None, suite: str) -> Any:
+def _report_to(progress: Progress | None, suite: str) -> Callable[[int, int], None]:
     def report(done: int, total: int) -> None:
         if progress:
             progress(suite, done, total)

@@ -14,7 +14,7 @@ from typing import Any
 from quantkit_eval.errors import OptionError
 from quantkit_eval.records import Gate, Outcome, ThroughputBatch
 from quantkit_eval.sample_size import items_needed, means_needed, pairs_needed
-from quantkit_eval.statistics import ALPHA, Estimate, bootstrap_mean, mcnemar_p, tango_interval
+from quantkit_eval.statistics import ALPHA, Estimate, bootstrap_mean, is_non_inferior, mcnemar_p, tango_interval
 from quantkit_eval.suites import PRIMARY_METRICS
 
 CONFIDENCE = 1 - 2 * ALPHA  # of the two-sided interval; each end alone errs with ALPHA
@@ -98,7 +98,8 @@ def judge_drop(suite: str, counts: PairedCounts, max_drop_pp: float, p_holm: flo
     baseline = (counts.both + counts.regressed) / n if n else None
     candidate = (counts.both + counts.improved) / n if n else None
     difference = (counts.improved - counts.regressed) / n if n else None
-    verdict: Outcome = "pass" if -low < margin else "fail" if p_holm < ALPHA else "inconclusive"
+    passes = is_non_inferior(counts.improved, counts.regressed, n, margin)
+    verdict: Outcome = "pass" if passes else "fail" if p_holm < ALPHA else "inconclusive"
     needed = items_needed(counts.improved, counts.regressed, n, margin) if verdict == "inconclusive" else None
     return {
         "name": f"{suite}.{metric}",

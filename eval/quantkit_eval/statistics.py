@@ -13,7 +13,7 @@ from numpy.typing import ArrayLike, NDArray
 from scipy.stats import binomtest, norm
 
 ALPHA = 0.05  # one-sided error of each bound that decides a gate
-NUM_RESAMPLES = 10_000
+NUM_RESAMPLES = 5_000
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,7 +44,7 @@ class WindowScore:
         if self.divergence is None:
             return own
         return own | {
-            "kl_mean_nats": max(0.0, _mean(self.divergence.kl)),
+            "kl_mean_nats": _mean(self.divergence.kl),
             "top1_agreement": _mean(self.divergence.agrees),
             "delta_nll_nats": _mean(self.divergence.delta_nll),
         }

@@ -7,7 +7,7 @@ refusal comes before the first request.
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from quantkit.errors import EngineError
 from quantkit.serve.attention_metadata import AttentionMetadata, Span, is_visible
-from quantkit.serve.kv_cache import KVShape
+from quantkit.serve.kv_cache import KVCache, KVShape
 from quantkit_kernels import store_kv_cache
 
 ATTENTION_NAME = "quantkit_paged"
@@ -157,72 +157,75 @@ def paged_attention(
         key_cache, value_cache = paged.cache.caches[layer_index(module)]
         tokens_first = key[0].transpose(0, 1), value[0].transpose(0, 1)
         store_kv_cache(*tokens_first, key_cache, value_cache, paged.slot_mapping)
-    outputs = [
-        _attend(module, query, key, value, span, paged, scaling, sliding_window, softcap) for span in paged.spans
-    ]
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
-    return output.unsqueeze(0), None
+    layer = Layer(layer_index(module), sliding_window, scaling, softcap)
+    outputs = [_attend(query, key, value, span, paged.cache, layer) for span in paged.spans]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
-def _attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    span: Span,
-    paged: AttentionMetadata,
-    scaling: float | None,
-    window: int | None,
-    softcap: float | None,
-) -> Tensor:
-    """[span's tokens, H, D_v]."""
-    here = slice(span.start, span.stop)
+class Layer(NamedTuple):
+    """What a layer asks of attention: see `paged_attention`."""
+
+    number: int
+    window: int | None
+    scaling: float | None
+    softcap: float | None
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, cache: KVCache | None, layer: Layer) -> Tensor:
+    """[1, span's tokens, H, D_v]."""
+    if span.stop - span.start != query.shape[2]:
+        query = query[:, :, span.start : span.stop]
     if span.is_whole:
-        queries, keys, values = query[:, :, here], key[:, :, here], value[:, :, here]
-        is_plain = softcap is None and (window is None or window >= span.num_queries)
-        mask = None if is_plain else span.whole_mask(window)
+        key, value = key[:, :, span.start : span.stop], value[:, :, span.start : span.stop]
+        is_plain = layer.softcap is None and (layer.window is None or layer.window >= span.num_queries)
+        return _attend_chunk(query, key, value, None if is_plain else span.whole_mask(layer.window), layer)
+    assert cache is not None, "without a cache every request is whole"
+    where = span.key_range(layer.window)
+    if where.block_ids is None:
+        keys, values = cache.view(layer.number, where.first_slot, where.num_keys)
     else:
-        assert paged.cache is not None, "without a cache every request is whole"
-        layer = layer_index(module)
-        where = span.key_range(window)
-        if where.block_ids is None:
-            keys, values = paged.cache.view(layer, where.first_slot, where.num_keys)
-        else:
-            keys, values = paged.cache.gather(layer, where.block_ids, where.num_seqs)
-        keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), where.mask
-        queries = query[0, :, here].unflatten(1, (where.num_seqs, span.num_queries)).transpose(0, 1)
-    output = _scaled_dot_product(queries, keys, values, mask, scaling, softcap)
-    return output.transpose(1, 2).flatten(0, 1)
+        keys, values = cache.gather(layer.number, where.block_ids, where.num_seqs)
+    if span.num_queries == 1:
+        return _attend_decodes(query, keys, values, where.mask, layer)
+    return _attend_chunk(query, keys, values, where.mask, layer)
 
 
-def _scaled_dot_product(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    softcap: float | None,
-) -> Tensor:
-    """[n, H, q, D_v] from [n, H, q, D], [n, H_kv, k, D], [n, H_kv, k, D_v] and a mask [n, 1, q, k].
+def _attend_decodes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: Layer) -> Tensor:
+    """[1, n, H, D_v] for n requests with one query each: [1, H, n, D], [n, H_kv, k, D], [n, H_kv, k, D_v].
 
-    Query heads that share keys are folded into one longer list of queries where that changes nothing else.
+    The query heads that share keys are folded into a list of queries, so that keys are not repeated.
     """
-    num_seqs, num_heads, num_queries, _ = query.shape
-    groups = num_heads // key.shape[1]
-    if num_queries == 1 or softcap is not None:
-        folded = query.reshape(num_seqs, key.shape[1], groups * num_queries, -1)
-        if softcap is None:
-            output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=scaling)
-        else:
-            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-            scores = softcap * torch.tanh(folded.float() @ key.float().transpose(-1, -2) * (scale / softcap))
-            if mask is not None:
-                scores += mask.repeat(1, 1, groups, 1) if num_queries > 1 else mask
-            output = (scores.softmax(-1) @ value.float()).to(query.dtype)
-        return output.reshape(num_seqs, num_heads, num_queries, -1)
-    return F.scaled_dot_product_attention(
-        query, key, value, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=groups > 1
-    )
+    num_seqs, num_kv_heads = key.shape[:2]
+    num_heads = query.shape[1]
+    folded = query.transpose(1, 2).reshape(num_seqs, num_kv_heads, num_heads // num_kv_heads, -1)
+    if layer.softcap is None:
+        output = F.scaled_dot_product_attention(folded, key, value, attn_mask=mask, scale=layer.scaling)
+    else:
+        output = _softcapped(folded, key, value, mask, layer)
+    return output.reshape(1, num_seqs, num_heads, -1)
+
+
+def _attend_chunk(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: Layer) -> Tensor:
+    """[1, q, H, D_v] for one request: [1, H, q, D], [1, H_kv, k, D], [1, H_kv, k, D_v]; no mask is causal, q = k."""
+    groups = query.shape[1] // key.shape[1]
+    if layer.softcap is None:
+        output = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=layer.scaling, enable_gqa=groups > 1
+        )
+    else:
+        key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
+        output = _softcapped(query, key, value, mask, layer)
+    return output.transpose(1, 2)
+
+
+def _softcapped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: Layer) -> Tensor:
+    """Attention written out, in float32, for scores that are softened before the softmax."""
+    assert layer.softcap is not None, "called for layers with a softcap"
+    scaling = query.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling
+    scores = layer.softcap * torch.tanh(query.float() @ key.float().transpose(-1, -2) * (scaling / layer.softcap))
+    if mask is not None:
+        scores += mask
+    return (scores.softmax(-1) @ value.float()).to(query.dtype)
 
 
 def register_attention() -> None:

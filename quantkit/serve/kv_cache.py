@@ -1,8 +1,10 @@
 """The memory behind the block tables: keys and values of every layer, in blocks."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -53,7 +55,7 @@ class KVCache:
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
         self._shapes = tuple(shapes)
-        self._blocks = [torch.zeros(num_blocks, kv_block_size, shape.width, dtype=dtype) for shape in shapes]
+        self._blocks = [_lazy_zeros((num_blocks, kv_block_size, shape.width), dtype) for shape in shapes]
         self.rows: tuple[Tensor, ...] = tuple(blocks.flatten(0, 1) for blocks in self._blocks)
         self.caches: tuple[tuple[Tensor, Tensor], ...] = tuple(
             _split(blocks, shape) for blocks, shape in zip(self._blocks, shapes, strict=True)
@@ -73,21 +75,41 @@ class KVCache:
             num_seqs: sequences.
 
         Returns:
-            [num_seqs, n * kv_block_size, H_kv, D] and [.., D_v].
+            [num_seqs, H_kv, n * kv_block_size, D] and [.., D_v].
         """
         rows = self._blocks[layer].index_select(0, block_ids)
-        return _split(rows.view(num_seqs, -1, rows.shape[-1]), self._shapes[layer])
+        return self._heads_first(layer, rows, num_seqs, len(block_ids) * self.kv_block_size // num_seqs, 0)
 
     def view(self, layer: int, first_slot: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of neighbouring slots, not copied: [1, num_slots, H_kv, D] and [.., D_v]."""
-        rows = self.rows[layer][first_slot : first_slot + num_slots].unsqueeze(0)
-        return _split(rows, self._shapes[layer])
+        """Keys and values of neighbouring slots, not copied: [1, H_kv, num_slots, D] and [.., D_v]."""
+        return self._heads_first(layer, self._blocks[layer], 1, num_slots, first_slot * self._shapes[layer].width)
+
+    def _heads_first(
+        self, layer: int, rows: Tensor, num_seqs: int, num_keys: int, offset: int
+    ) -> tuple[Tensor, Tensor]:
+        """Views of the rows of some sequences that lie one behind the other from ``offset`` on; one call for each."""
+        shape = self._shapes[layer]
+        heads, width = shape.num_kv_heads, shape.width
+        first_value = offset + heads * shape.head_dim
+        return (
+            rows.as_strided(
+                (num_seqs, heads, num_keys, shape.head_dim), (num_keys * width, shape.head_dim, width, 1), offset
+            ),
+            rows.as_strided(
+                (num_seqs, heads, num_keys, shape.value_dim), (num_keys * width, shape.value_dim, width, 1), first_value
+            ),
+        )
 
     def erase(self, block_ids: Sequence[int]) -> None:
         """Set blocks to zero, when they may hold numbers that are none."""
         if block_ids:
             for blocks in self._blocks:
                 blocks[torch.tensor(block_ids)] = 0
+
+
+def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros that take memory only where they are written: numpy asks for pages that are zero, torch writes to each."""
+    return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
 
 
 def _split(rows: Tensor, shape: KVShape) -> tuple[Tensor, Tensor]:

@@ -68,7 +68,7 @@ def draw(item: str, salt: str) -> float:
 
 
 def answer_with_errors(golds: Mapping[str, object], error_rate: float, salt: str) -> Callable[[GenerationRequest], str]:
-    """The right object, or with probability error_rate one that is cut short."""
+    """The right object, or with probability error_rate one whose end is missing, so that no field counts."""
 
     def answer(request: GenerationRequest) -> str:
         text = json.dumps(golds[request.id], ensure_ascii=False)

@@ -53,6 +53,20 @@ def test_a_failure_leaves_earlier_records_alone(tmp_path: Path, erring_model: Ca
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_records_of_an_earlier_evaluation_do_not_stay(tmp_path: Path, erring_model: Callable[..., Any]) -> None:
+    evaluate(erring_model(70, 3, 0.1), SUITES_WANTED, 3, tmp_path)
+    evaluate(erring_model(5, 3, 0.1), {"extract": {"num_items": 5}}, 3, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "samples.jsonl"]
+
+
+@pytest.mark.parametrize("file", ["", "nll.safetensors"])
+def test_a_candidate_does_not_replace_its_baseline(tmp_path: Path, fake_model: Callable[..., Any], file: str) -> None:
+    evaluate(fake_model(), {"nll": {"max_windows": 2}}, 0, tmp_path)
+    with pytest.raises(OptionError, match="holds the reference"):
+        evaluate(fake_model(), {"nll": {"max_windows": 2}}, 0, tmp_path, tmp_path / file)
+    assert (tmp_path / "nll.safetensors").exists()
+
+
 @pytest.mark.parametrize(
     ("suites", "words"),
     [({}, "no suite"), ({"extrct": {}}, "unknown suite 'extrct'. Choose from extract, nll")],

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-PROMPT = "Extract the {fields} as a JSON object with keys {keys}. Text: {text} Reply with JSON only."
+PROMPT = 'Read this text: "{text}" Give the {fields} as JSON with the keys {keys}. Only JSON, please.'
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,34 +28,24 @@ class Template:
 
 
 PERSON: dict[str, str | tuple[int, int]] = {"name": "names", "age": (18, 80), "city": "cities"}
+CITIZEN: dict[str, str | tuple[int, int]] = {"name": "names", "age": (18, 80), "country": "countries"}
 TEMPLATES = {
     "lives": Template("{name} is {age} years old and lives in {city}.", PERSON),
     "moved": Template("{name}, aged {age}, has moved to {city}.", PERSON),
     "intro": Template("Hello, my name is {name}. I am {age} years old and I live in {city}.", PERSON),
-    "place": Template("{name} is {age} years old and lives in {city}, {country}.", PERSON | {"country": "countries"}),
-    "origin": Template(
-        "{name} is {age} years old and comes from {country}.",
-        {"name": "names", "age": (18, 80), "country": "countries"},
-    ),
+    "form": Template("Name: {name}; Age: {age}; City: {city}.", PERSON),
+    "story": Template("After a long winter at sea, {name}, who is {age} years old, came home to {city}.", PERSON),
+    "member": Template("Our new member {name}, {age} years old, joined the club in {city}.", PERSON),
+    "origin": Template("{name} is {age} years old and comes from {country}.", CITIZEN),
+    "captain": Template("The captain of the team is {name}, who is {age} years old and plays for {country}.", CITIZEN),
+    "home": Template("{name} lives in {city}.", {"name": "names", "city": "cities"}),
     "student": Template(
         "{name} is {age} years old and studies {subject}.",
         {"name": "names", "age": (18, 30), "subject": "subjects"},
     ),
-    "flight": Template(
-        "The flight from {origin} to {destination} leaves on {day}.",
-        {"origin": "cities", "destination": "cities", "day": "weekdays"},
-    ),
-    "car": Template(
-        "Brand: {brand}. Color: {color}. Price: {price} dollars.",
-        {"brand": "brands", "color": "colors", "price": (2_000, 60_000)},
-    ),
-    "lesson": Template(
-        "Teacher: {teacher}. Subject: {subject}. Room: {room}.",
-        {"teacher": "names", "subject": "subjects", "room": (100, 499)},
-    ),
-    "order": Template(
-        "Product: {product}. Quantity: {quantity}. City: {city}.",
-        {"product": "products", "quantity": (2, 95), "city": "cities"},
+    "runner": Template(
+        "{name}, who is {age} years old, ran {distance} kilometers.",
+        {"name": "names", "age": (18, 60), "distance": (3, 42)},
     ),
 }
 
