@@ -18,6 +18,7 @@ from quantkit_eval.throughput import measure_throughput
 Progress = Callable[[str, int, int], None]
 DEFAULT_FOLDER = Path("out")
 BATCH_SIZES = (1, 16)
+NEW_TOKENS = 32  # that each request of a throughput run gets
 MAX_MODEL_LEN = 1024  # tokens of a request of the suites, prompt and answer
 SEED = 0  # of the items: fixed, so that every run of every recipe judges the same ones
 
@@ -52,7 +53,9 @@ def run(recipe: Recipe, *, overwrite: bool = False, progress: Progress | None = 
     suites = recipe.gates.suite_options
     evaluate(baseline, suites, SEED, records / "baseline", None, _named(tell, "baseline"))
     evaluate(candidate, suites, SEED, records / "candidate", records / "baseline", _named(tell, "candidate"))
-    speeds = measure_throughput(baseline, candidate, BATCH_SIZES, progress=_named(tell, "throughput"))
+    speeds = measure_throughput(
+        baseline, candidate, BATCH_SIZES, new_tokens=NEW_TOKENS, progress=_named(tell, "throughput")
+    )
     write_throughput(records / THROUGHPUT_FILE, speeds)
     verdict = compare(records / "baseline", records / "candidate", recipe.gates.limits, records / THROUGHPUT_FILE)
     write_verdict(records / VERDICT_FILE, verdict)

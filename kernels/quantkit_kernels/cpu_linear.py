@@ -10,7 +10,7 @@ from torch import Tensor
 
 # For one or two rows aten's bfloat16 dot products are as fast; `python -m quantkit_kernels.crossover` measures it.
 MIN_WIDENED_ROWS = 3
-PIECE_ELEMENTS = 1 << 20
+PIECE_ELEMENTS = 1 << 18
 
 
 def widened_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

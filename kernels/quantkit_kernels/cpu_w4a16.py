@@ -18,7 +18,7 @@ from quantkit_kernels.int4pack_layout import ROW_MULTIPLE, Panel, split_panels
 GROUP_SIZES = (32, 64, 128, 256)
 MAX_INT4_ROWS = 64  # most rows for which the int4 kernel is the faster one; `python -m quantkit_kernels.crossover`
 _multiply_int4 = torch.ops.aten._weight_int4pack_mm_for_cpu.default  # named once: finding it takes longer than a call
-PIECE_ELEMENTS = 1 << 20  # weights dequantized at a time: few calls, and a piece stays in the caches
+PIECE_ELEMENTS = 1 << 18  # weights dequantized at a time: few calls, and a piece stays in the caches
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
 """Where aten's int4pack format puts each code on this machine, found by packing known numbers.
 
 `aten._convert_weight_to_int4pack_for_cpu` chooses its layout by the vector instructions of the CPU that it runs on and
-documents none. Both layouts that exist (AVX-512: panels of 64 rows, otherwise 32) have the same frame: panels of
-`width` weight rows, in a panel width / 2 bytes for each input column, in a byte the codes of two rows. What differs is
-which rows. So a panel is packed here whose codes spell their own row numbers, and the order is read off.
+documents none. The layouts that exist (AVX-512, AVX2, neither) have the same frame: panels of `width` weight rows, in a
+panel width / 2 bytes for each input column, in a byte the codes of two rows. What differs is the width, and which rows.
+So a panel is packed here whose codes spell their own row numbers, and the order is read off.
 """
 
 from dataclasses import dataclass

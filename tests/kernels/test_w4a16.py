@@ -1,6 +1,7 @@
 """w4a16_gemm: the reference against compressed-tensors, the packed CPU body against the reference, the fallbacks."""
 
 import inspect
+import json
 from types import ModuleType
 
 import pytest
@@ -210,7 +211,7 @@ def test_activations_that_do_not_fit_are_refused() -> None:
 
 @pytest.mark.parametrize("rows", [1, MIN_WIDENED_ROWS - 1, MIN_WIDENED_ROWS, 33])
 @pytest.mark.parametrize("has_bias", [False, True])
-@pytest.mark.parametrize("piece", [1 << 20, 500])
+@pytest.mark.parametrize("piece", [1 << 18, 500])
 def test_the_widened_product_equals_the_reference(
     rows: int, has_bias: bool, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,3 +230,21 @@ def test_linear_is_atens_wherever_that_is_fast() -> None:
     assert (choice.body == "aten") == has_bfloat16_matmul()
     x = torch.randn(3, 8, dtype=torch.float64)
     assert torch.equal(reference.linear(x, x), F.linear(x, x))
+
+
+def test_the_crossover_can_be_measured_again(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quantkit_kernels import crossover
+
+    monkeypatch.setattr(crossover, "SHAPES", ((32, 64),))
+    monkeypatch.setattr(crossover, "ROWS", (1, 5))
+    threads = torch.get_num_threads()
+    try:
+        crossover.main()
+    finally:
+        torch.set_num_threads(threads)
+    machine, *records = (json.loads(line) for line in capsys.readouterr().out.splitlines())
+    assert machine.keys() == {"cpu", "torch"}
+    assert [record["rows"] for record in records] == [1, 5]
+    assert all(record[f"{body}_us"] > 0 for record in records for body in ("int4pack", "dequantized", "bfloat16"))
