@@ -17,11 +17,12 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 from torch import Tensor
 
 from quantkit_eval.errors import RecordError, ReferenceMismatch
 from quantkit_eval.protocol import hash_token_ids
+from quantkit_eval.records import write_atomically
 
 REFERENCE_FILE = "nll.safetensors"
 REFERENCE_VERSION = 1
@@ -180,7 +181,7 @@ def write_reference(
         "vocab_size": vocab_size,
         **asdict(identity),
     }
-    save_file(tensors, path, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)})
+    write_atomically(path, save(tensors, metadata={METADATA_KEY: json.dumps(metadata, sort_keys=True)}))
 
 
 class Reference:
