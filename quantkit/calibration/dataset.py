@@ -77,7 +77,7 @@ def build_calibration(calibration: Calibration, tokenizer: PreTrainedTokenizerBa
             raise CalibrationError(
                 f"calibration source {_label(source)} has {len(stream):,} tokens and {need:,} are needed "
                 f"({num_windows} windows of {window})",
-                fix=f"Give it more text, or lower num_tokens to {len(stream) // window * window / source.share:.0f}",
+                fix=_more_or_fewer(int(len(stream) // window * window / source.share)),
             )
         windows.append(torch.tensor(stream[:need], dtype=torch.int64).view(num_windows, window))
         records.append(
@@ -94,6 +94,11 @@ def build_calibration(calibration: Calibration, tokenizer: PreTrainedTokenizerBa
     if int(token_ids.max()) >= (size := len(tokenizer)):
         raise CalibrationError(f"the tokenizer gives id {int(token_ids.max())} but says that it has {size} tokens")
     return CalibrationSet(token_ids, torch.ones_like(token_ids, dtype=torch.bool), records)
+
+
+def _more_or_fewer(num_tokens: int) -> str:
+    """What to do about a source that is too short; ``num_tokens`` is what it would suffice for."""
+    return f"Give it more text, or lower num_tokens to {num_tokens}" if num_tokens else "Give it more text"
 
 
 def _windows_per_source(calibration: Calibration) -> list[int]:
