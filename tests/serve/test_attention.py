@@ -86,7 +86,7 @@ class Case:
         assert weights is None
         return list(output[0].split([len(self.queries[index]) for index in self.order]))
 
-    def check(
+    def assert_written_out(
         self, *, scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None
     ) -> None:
         """Every request's output is the one written out."""
@@ -117,12 +117,12 @@ MIXES = {
 def test_attention_is_softmax_over_the_right_keys(
     mix: str, scattered: bool, window: int | None, softcap: float | None
 ) -> None:
-    Case(MIXES[mix], scattered=scattered).check(sliding_window=window, softcap=softcap)
+    Case(MIXES[mix], scattered=scattered).assert_written_out(sliding_window=window, softcap=softcap)
 
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_values_may_be_narrower_than_keys_and_scaling_is_honoured(mix: str) -> None:
-    Case(MIXES[mix], scattered=True, value_dim=VALUE_DIM).check(scaling=0.5)
+    Case(MIXES[mix], scattered=True, value_dim=VALUE_DIM).assert_written_out(scaling=0.5)
 
 
 def test_new_keys_and_values_are_stored_and_nothing_else_is_touched() -> None:
