@@ -12,7 +12,7 @@ from quantkit_eval.evaluate import evaluate
 from quantkit_eval.protocol import Generation, GenerationRequest
 from quantkit_eval.records import read_samples
 from quantkit_eval.suites.extract import measure, read_object
-from quantkit_eval.suites.extract_items import TEMPLATES, generate_items
+from quantkit_eval.suites.extract_items import PROMPTS, TEMPLATES, generate_items
 
 GOLD = {"name": "Zoë", "age": 41, "city": "Mexico City"}
 RIGHT = json.dumps(GOLD, ensure_ascii=False)
@@ -97,6 +97,19 @@ def test_templates_take_turns_and_every_fact_stands_in_the_text() -> None:
         assert all(str(value) in item.prompt and f'"{key}"' in item.prompt for key, value in item.gold.items())
         texts = [value for value in item.gold.values() if isinstance(value, str)]
         assert len(set(texts)) == len(texts)
+
+
+def test_every_template_meets_every_wording() -> None:
+    """Wordings differ in how hard they are; were they tied to templates, one could not tell the two apart."""
+    starts = [wording[:5] for wording in PROMPTS]
+    assert len(set(starts)) == len(starts) == 4
+    pairs = {
+        (item.id.split("-")[0], start)
+        for item in generate_items(len(TEMPLATES) * len(PROMPTS), 0)
+        for start in starts
+        if item.prompt.startswith(start)
+    }
+    assert len(pairs) == len(TEMPLATES) * len(PROMPTS)
 
 
 def test_a_right_answer_fits_into_the_limit_of_tokens() -> None:

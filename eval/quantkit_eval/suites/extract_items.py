@@ -11,7 +11,14 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-PROMPT = 'Read this text: "{text}" Give the {fields} as JSON with the keys {keys}. Only JSON, please.'
+# Wordings in turn: one wording alone measures its own brittleness more than it measures JSON (docs/DECISIONS.md).
+PROMPTS = (
+    "Write the {fields} from this text as a JSON object with the keys {keys}. Text: {text} Answer with JSON only.",
+    "Text: {text}\n\nWrite a JSON object with the keys {keys} from this text. "
+    "Answer with the JSON object and nothing else.",
+    'Read this text: "{text}" Give the {fields} as JSON with the keys {keys}. Only JSON, please.',
+    "Answer with a JSON object that has the keys {keys}. Take the {fields} from this text: {text}",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +45,6 @@ TEMPLATES = {
     "member": Template("Our new member {name}, {age} years old, joined the club in {city}.", PERSON),
     "origin": Template("{name} is {age} years old and comes from {country}.", CITIZEN),
     "captain": Template("The captain of the team is {name}, who is {age} years old and plays for {country}.", CITIZEN),
-    "home": Template("{name} lives in {city}.", {"name": "names", "city": "cities"}),
     "student": Template(
         "{name} is {age} years old and studies {subject}.",
         {"name": "names", "age": (18, 30), "subject": "subjects"},
@@ -66,7 +72,9 @@ class ExtractItem:
 
 
 def generate_items(num_items: int, seed: int) -> list[ExtractItem]:
-    """Items of all templates in turn. Item i depends on seed and i alone: a longer run begins with the shorter one.
+    """Items of all templates in turn, each round in the next wording.
+
+    Item i depends on seed and i alone: a longer run begins with the shorter one.
 
     Args:
         num_items: how many.
@@ -85,7 +93,7 @@ def _draw(name: str, index: int, seed: int) -> ExtractItem:
         else:
             gold[key] = rng.choice([value for value in _lists()[source] if value not in gold.values()])  # no twins
     keys = list(gold)
-    prompt = PROMPT.format(
+    prompt = PROMPTS[index // len(TEMPLATES) % len(PROMPTS)].format(
         fields=", ".join(keys[:-1]) + " and " + keys[-1],
         keys=", ".join(f'"{key}"' for key in keys),
         text=template.sentence.format(**gold),
