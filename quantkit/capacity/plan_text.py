@@ -1,0 +1,173 @@
+"""A capacity plan as lines for a person."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from quantkit.capacity.planning import CapacityPlan, DevicePlan, launch_lines
+
+Table = Callable[..., list[str]]
+DASH = "-"
+
+
+def plan_lines(plan: CapacityPlan, table: Table) -> Iterator[str]:
+    """The plan, section by section.
+
+    Args:
+        plan: what to say.
+        table: aligns rows under a header.
+    """
+    document = plan.to_dict()
+    yield from _model_lines(plan)
+    yield ""
+    yield from _weight_lines(document["footprint"], table)
+    yield ""
+    yield from _kv_lines(document, table)
+    for device in plan.devices:
+        yield ""
+        yield from _device_lines(plan, device, table)
+    for finding in document.get("findings", ()):
+        yield f"warning {finding['name']}: {finding['message']}; {finding['fix']}"
+    if "findings" in document and not document["findings"]:
+        yield "no known mistake found in the recipe"
+    for trace in document.get("trace", ()):
+        yield ""
+        yield from trace_lines(trace, table)
+    if plan.devices:
+        yield ""
+        yield "assumptions:"
+        yield from (f"  {line}" for line in document["assumptions"])
+
+
+def _model_lines(plan: CapacityPlan) -> Iterator[str]:
+    facts = plan.facts
+    kinds = ", ".join(f"{count} {kind}" for kind, count in facts.to_dict()["layers_by_kind"].items())
+    experts = f", {facts.num_experts} experts ({facts.experts_per_token} a token)" if facts.num_experts else ""
+    count = f"{facts.parameters:,}" if facts.weights else "an unknown number of"
+    yield f"{facts.name}: {facts.model_type}, {count} parameters (from {facts.counted_from})"
+    yield f"  {facts.num_layers} layers ({kinds}){experts}, at most {facts.max_model_len or 'unknown'} tokens"
+    if facts.quantization:
+        yield f"  stored as {facts.quantization}"
+    for note in facts.notes:
+        yield f"  note: {note}"
+
+
+def _weight_lines(footprint: dict[str, Any], table: Table) -> Iterator[str]:
+    rows = []
+    if footprint["stored_bytes"] is not None:
+        rows.append(("its files", gigabytes(footprint["stored_bytes"]), DASH, ""))
+    for row in footprint["weights"]:
+        bits = DASH if row["bits_per_weight"] is None else f"{row['bits_per_weight']:.2f}"
+        rows.append((row["scheme"], gigabytes(row["bytes"]), bits, row["problem"] or ""))
+    yield from table(rows, header=("weights", "size", "bits/weight", ""))
+
+
+def _kv_lines(document: dict[str, Any], table: Table) -> Iterator[str]:
+    workload, kv = document["workload"], document["footprint"]["kv"]
+    p50 = workload["prompt_p50"] + workload["output_p50"]
+    p99 = workload["prompt_p99"] + workload["output_p99"]
+    rows = []
+    for name, engines in kv.items():
+        for engine, sizes in engines.items():
+            if engine != "vLLM" and sizes == engines["vLLM"]:
+                continue
+            token = f"{sizes['bytes_per_token'] / 1024:.1f} KiB"
+            rows.append((name, engine, token, gigabytes(sizes["bytes_p50"]), gigabytes(sizes["bytes_p99"])))
+    yield from table(rows, header=("KV cache", "engine", "a token", f"{p50} tokens", f"{p99} tokens"))
+    wasted = document["footprint"]["waste"]
+    yield (
+        f"  reserving {p99} for {p50} tokens wastes {wasted['reserved_p99_for_p50']:.1%}, "
+        f"blocks of 16 waste {wasted['blocks_of_16']:.2%}"
+    )
+
+
+def _device_lines(plan: CapacityPlan, device: DevicePlan, table: Table) -> Iterator[str]:
+    times = f"{plan.demand.tp} x " if plan.demand.tp > 1 else ""
+    yield f"{times}{device.device.name} ({gigabytes(device.device.memory_bytes)}; {device.device.source})"
+    rows = [
+        (
+            fit.scheme,
+            "yes" if fit.fits else "no",
+            gigabytes(fit.weight_bytes) if fit.weight_bytes else DASH,
+            fit.batch_p50,
+            fit.batch_p99,
+            fit.longest,
+            f"{fit.utilization:.2f}",
+            fit.max_model_len or DASH,
+            fit.problem or "",
+        )
+        for fit in device.fits
+    ]
+    header = ("  scheme", "fits", "weights", "batch p50", "p99", "longest", "util", "max len", "")
+    yield from table([(f"  {row[0]}", *row[1:]) for row in rows], header=header)
+    yield from _speed_lines(plan, device, table)
+    yield "  recipes, the best first:"
+    for number, advice in enumerate(device.advice, 1):
+        times_text = "" if advice.request_seconds is None else f" [{advice.request_seconds:.2f} s a request]"
+        yield f"    {number}. {advice.scheme}: {advice.reason}{times_text}"
+    for setting in device.settings:
+        yield f"  setting: {setting.name}: {setting.reason}"
+    best = next((fit for fit in device.fits if fit.scheme == device.advice[0].scheme), device.fits[0])
+    for engine, line in launch_lines(plan, device, best).items():
+        yield f"  {engine}: {line}"
+
+
+def _speed_lines(plan: CapacityPlan, device: DevicePlan, table: Table) -> Iterator[str]:
+    context = plan.workload.prompt_p50 + plan.workload.output_p50 // 2
+    rows = []
+    for name, speed in device.speeds.items():
+        steps = [speed.decode(batch, context) for batch in (1, 16, 64, 256)]
+        cells = [f"{b / s.total:.0f} ({s.bound})" for b, s in zip((1, 16, 64, 256), steps, strict=True)]
+        rows.append((f"  {name}", *cells, f"{1e3 * speed.prefill(plan.workload.prompt_p50):.0f} ms"))
+    header = ("  tok/s at batch", "1", "16", "64", "256", f"prompt of {plan.workload.prompt_p50}")
+    yield from table(rows, header=header)
+    yield from (f"  {line}" for line in crossover_lines(device))
+
+
+def crossover_lines(device: DevicePlan) -> list[str]:
+    """Where decoding changes its nature, a line each."""
+    found = device.crossovers
+    lines = []
+    if found.sixteen_compute_bound is not None:
+        lines.append(f"16-bit decoding is memory-bound below batch {found.sixteen_compute_bound}")
+    if found.weight_only_gain_at_one is not None:
+        stops = found.weight_only_stops_helping
+        until = "at every batch tried" if stops is None else f"and stops helping from batch {stops}"
+        lines.append(f"W4A16 is {found.weight_only_gain_at_one:.2f}x as fast at batch 1 {until}")
+    if found.int8_beats_weight_only is not None:
+        lines.append(f"W8A8 is faster than W4A16 from batch {found.int8_beats_weight_only}")
+    return lines
+
+
+def trace_lines(trace: dict[str, Any], table: Table) -> Iterator[str]:
+    """The replay of a log."""
+    replay = trace["replay"]
+    offered = trace["offered_requests_per_s"]
+    rate = "no arrival times" if offered is None else f"{offered:.2f} requests/s"
+    yield f"trace on {trace['device']} with {trace['scheme']}: {trace['requests']} requests, {rate}"
+    yield (
+        f"  TTFT p50 {replay['ttft_p50_s']:.3f} s, p99 {replay['ttft_p99_s']:.3f} s; "
+        f"ITL p50 {1e3 * replay['itl_p50_s']:.1f} ms, p99 {1e3 * replay['itl_p99_s']:.1f} ms"
+    )
+    possible = trace["possible_hit_rate"]
+    hits = "unknown" if possible is None else f"{possible:.1%}"
+    yield (
+        f"  {replay['preemptions']} preemptions, at most {replay['busiest']} at once, {replay['refused']} refused; "
+        f"prefix cache hits {replay['hit_rate']:.1%} (an unlimited one: {hits})"
+    )
+    yield f"  saturates at {trace['saturation_requests_per_s']:.2f} requests/s"
+    rows = []
+    for point in trace["curve"]:
+        seconds = [f"{point[name]:.3f}" for name in ("ttft_p50_s", "ttft_p99_s")]
+        rows.append((f"  {point['requests_per_s']:.2f}", *seconds, f"{1e3 * point['itl_p99_s']:.1f}"))
+    yield from table(rows, header=("  requests/s", "TTFT p50 s", "p99 s", "ITL p99 ms"))
+    yield from (f"  note: {note}" for note in trace["notes"])
+
+
+def gigabytes(nbytes: float | None) -> str:
+    """Decimal units, as data sheets and files are measured."""
+    if nbytes is None:
+        return DASH
+    for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if nbytes >= factor:
+            return f"{nbytes / factor:.2f} {unit}"
+    return f"{nbytes:.0f} B"
