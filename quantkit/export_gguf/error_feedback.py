@@ -1,0 +1,138 @@
+"""GPTQ on the grids of GGUF: open columns make up for the rounding errors of those before them."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from quantkit.algorithms.error_feedback import factor_inverse
+from quantkit.algorithms.gptq import output_error
+from quantkit.calibration.dataset import CalibrationSet
+from quantkit.calibration.statistics import InputStatistics, Wanted
+from quantkit.errors import QuantizationError
+from quantkit.export_gguf.calibrated_blocks import run_blocks
+from quantkit.export_gguf.plan import ExportPlan
+from quantkit.formats.gguf.block_types import BLOCK_TYPES, BlockType
+from quantkit.formats.gguf.blocks import fit_grid
+from quantkit.formats.gguf.grid import Grid, dequantize, nearest_levels, safe_inverse
+from quantkit.formats.gguf.packing import pack
+
+DAMP_FRACTIONS = (0.01, 0.1)  # the one with less error on held-out windows is taken
+_BLOCK = 128  # columns whose errors are passed on to the rest in one product
+_STRIP = 16
+_WANTED = Wanted(gram=True, held_out=True)
+
+
+def solve_blocks(plan: ExportPlan, windows: CalibrationSet) -> Iterator[dict[str, Tensor]]:
+    """The bytes of the layers of each decoder block, solved on the inputs that the solved ones before it give.
+
+    Args:
+        plan: says the type of every tensor.
+        windows: the calibration tokens.
+
+    Yields:
+        GGUF name -> [N, bytes] uint8, a block at a time.
+
+    Raises:
+        QuantizationError: a layer cannot be solved; the message names it.
+    """
+    for block in run_blocks(plan, windows):
+        solved = {}
+        for stage in block.staged.stages:
+            statistics = block.staged.collect(stage, _WANTED)
+            for name in stage:
+                tensor, module = block.tensors[name], block.linears[name]
+                weight = tensor.lay_out(module.weight.detach())
+                try:
+                    encoded, rounded = solve_tensor(weight, statistics, plan.types[tensor.name])
+                except QuantizationError as error:
+                    raise QuantizationError(f"{tensor.name}: {error}") from error
+                solved[tensor.name] = encoded
+                if tensor.heads:
+                    module.weight.data[tensor.row_order(weight.shape[0])] = rounded
+                else:
+                    module.weight.data.copy_(rounded)
+            block.staged.solved(stage)
+        yield solved
+
+
+def solve_tensor(weight: Tensor, statistics: InputStatistics, type_name: str) -> tuple[Tensor, Tensor]:
+    """Quantize one layer so that its outputs on the calibration tokens change least.
+
+    Scales are searched on the original weights and stay fixed; columns are visited by descending activation. Rounding
+    to nearest is kept if no feedback does better on the windows that judge.
+
+    Args:
+        weight: [N, K] float32; not modified.
+        statistics: second moments of its inputs.
+        type_name: a key of ``BLOCK_TYPES``.
+
+    Returns:
+        [N, bytes] uint8, and the [N, K] float32 weights that a reader computes of them.
+
+    Raises:
+        QuantizationError: no tokens, or the Hessian cannot be factored.
+    """
+    if statistics.num_tokens == 0:
+        raise QuantizationError("no calibration token reaches it")
+    block_type = BLOCK_TYPES[type_name]
+    hessian = statistics.hessian()
+    diagonal = hessian.diagonal().clone()
+    dead = diagonal <= 0
+    hessian[dead, dead] = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
+    order = torch.argsort(diagonal, descending=True, stable=True)
+    grid = fit_grid(weight, type_name, diagonal)
+    judge, _ = statistics.judge()
+    best = nearest_levels(weight, grid, block_type)
+    best_error = output_error(weight, dequantize(best, grid, block_type), judge)
+    ordered = hessian[order][:, order]
+    for damp_fraction in DAMP_FRACTIONS:
+        factor, _ = factor_inverse(ordered, damp_fraction)
+        levels = feed_back(weight, grid, block_type, factor, order)
+        error = output_error(weight, dequantize(levels, grid, block_type), judge)
+        if error < best_error:
+            best, best_error = levels, error
+    return pack(best, grid, block_type), dequantize(best, grid, block_type)
+
+
+def feed_back(weight: Tensor, grid: Grid, block_type: BlockType, factor: Tensor, order: Tensor) -> Tensor:
+    """Algorithm 1 of GPTQ on a grid that is fixed beforehand.
+
+    Args:
+        weight: [N, K] float32.
+        grid: of the same rows.
+        block_type: of the grid.
+        factor: [K, K] float32 upper factor of the inverse Hessian, in solving order.
+        order: [K] the column that is solved first, second, ...
+
+    Returns:
+        [N, K] float32 levels, columns in their own places.
+
+    Source: arXiv:2210.17323, Algorithm 1; on these grids also IST-DASLab/gptq-gguf-toolkit.
+    """
+    w = weight.T[order].contiguous()
+    group = (order // block_type.sub_block).tolist()
+    scales = grid.scale.T.contiguous()
+    inverses = safe_inverse(scales)
+    minima = None if grid.minimum is None else grid.minimum.T.contiguous()
+    columns, levels = w.shape[0], torch.empty_like(w)
+    for start in range(0, columns, _BLOCK):
+        stop = min(start + _BLOCK, columns)
+        errors = torch.empty(stop - start, w.shape[1])
+        pivots = factor[start:stop, start:stop].diagonal().tolist()
+        for first in range(start, stop, _STRIP):
+            last = min(first + _STRIP, stop)
+            for i in range(first, last):
+                at = group[i]
+                shifted = w[i] if minima is None else w[i] + minima[at]
+                levels[i] = block_type.levels.nearest(shifted * inverses[at])
+                error = torch.addcmul(shifted, levels[i], scales[at], value=-1.0, out=errors[i - start])
+                error /= pivots[i - start]
+                if i + 1 < last:
+                    w[i + 1 : last].addr_(factor[i, i + 1 : last], error, alpha=-1.0)
+            strip = errors[first - start : last - start]
+            w[last:stop].addmm_(factor[first:last, last:stop].T, strip, alpha=-1.0)
+        w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)
+    result = torch.empty_like(weight)
+    result[:, order] = levels.T
+    return result

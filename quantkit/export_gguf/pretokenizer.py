@@ -1,0 +1,61 @@
+r"""Which of llama.cpp's pre-tokenizers cuts text as a tokenizer.json does, told from its rules.
+
+llama.cpp knows the ways to cut text before byte pairs are merged by name. Its own converter looks the name up by a hash
+of what a tokenizer makes of a test text, so one added token makes a known tokenizer unknown; its rules stay the same.
+"""
+
+from typing import Any
+
+from quantkit.errors import UsageError
+
+_CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_REST_SLASH = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_CASED = (rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+", rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*")
+BYTE_LEVEL = "byte level"  # GPT-2's own expression
+DIGITS = "digits"  # each digit alone
+
+NAMES: dict[tuple[str, ...], str] = {
+    (BYTE_LEVEL,): "gpt-2",
+    (DIGITS, BYTE_LEVEL): "smollm",
+    (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}{{1,3}}|{_REST}",): "llama-bpe",
+    (rf"{_CONTRACTIONS}|{_WORDS}|\p{{N}}|{_REST}",): "qwen2",
+    (rf"{_CASED[0]}|{_CASED[1]}|\p{{N}}|{_REST_SLASH}",): "tekken",
+    (rf"{_CASED[0]}{_CONTRACTIONS}?|{_CASED[1]}{_CONTRACTIONS}?|\p{{N}}{{1,3}}|{_REST_SLASH}",): "gpt-4o",
+}
+
+
+def identify_pretokenizer(rules: dict[str, Any] | None) -> str:
+    """llama.cpp's name of the pre-tokenizer of a tokenizer.json.
+
+    Args:
+        rules: its ``pre_tokenizer``.
+
+    Raises:
+        UsageError: none of those that are known cuts like this.
+    """
+    name = NAMES.get(tuple(_steps(rules)))
+    if name is None:
+        raise UsageError(
+            "the tokenizer cuts text in a way that is none of llama.cpp's known pre-tokenizers",
+            fix=f"Name the one that does the same with --pretokenizer ({', '.join(NAMES.values())}, ...)",
+        )
+    return name
+
+
+def _steps(rules: dict[str, Any] | None) -> list[str]:
+    """What the rules do, a string a step; unknown ones as they are written."""
+    if rules is None:
+        return []
+    kind = rules["type"]
+    if kind == "Sequence":
+        return [step for inner in rules["pretokenizers"] for step in _steps(inner)]
+    if kind == "ByteLevel":
+        return [BYTE_LEVEL] if rules.get("use_regex", True) else []
+    if kind == "Digits" and rules.get("individual_digits"):
+        return [DIGITS]
+    if kind == "Split" and rules.get("behavior") == "Isolated" and not rules.get("invert"):
+        return [str(rules["pattern"].get("Regex", rules["pattern"]))]
+    return [repr(rules)]

@@ -1,0 +1,123 @@
+"""What a user asks of an export, and the order in which it is done: plan, measure, choose types, write."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.calibration.dataset import CalibrationSet
+from quantkit.errors import UsageError
+from quantkit.export_gguf.allocation import allocate_types
+from quantkit.export_gguf.calibrated_blocks import calibration_windows, collect_importance
+from quantkit.export_gguf.error_feedback import solve_blocks
+from quantkit.export_gguf.export import Solved, write_plan
+from quantkit.export_gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
+from quantkit.export_gguf.plan import ExportPlan, make_export_plan
+from quantkit.source import open_source
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ExportRequest:
+    """Options of ``quantkit export gguf``.
+
+    Attributes:
+        model: hub id or folder.
+        path: of the file.
+        file_type: such as ``Q4_K_M``.
+        calibration: ``builtin``, a text file, or None.
+        tokens: of the calibration.
+        error_feedback: solve layers with GPTQ.
+        imatrix: an importance matrix to read.
+        save_imatrix: where to write the measured one.
+        target_bpw: bits a weight for which types are chosen.
+        overrides: (regular expression of a GGUF name, type).
+        pretokenizer: llama.cpp's name.
+        split_size: largest part in 10^9 bytes.
+        overwrite: replace a file that is there.
+    """
+
+    model: str
+    path: Path
+    file_type: str = "Q4_K_M"
+    calibration: str | None = None
+    tokens: int = 16384
+    error_feedback: bool = False
+    imatrix: Path | None = None
+    save_imatrix: Path | None = None
+    target_bpw: float | None = None
+    overrides: tuple[tuple[str, str], ...] = ()
+    pretokenizer: str | None = None
+    split_size: float | None = None
+    overwrite: bool = False
+
+    def __post_init__(self) -> None:
+        if self.calibration is None and (self.error_feedback or self.target_bpw or self.save_imatrix):
+            raise UsageError("--error-feedback, --target-bpw and --save-imatrix need --calibration")
+        if self.calibration is not None and self.imatrix is not None:
+            raise UsageError("--imatrix and --calibration exclude each other")
+        if self.split_size is not None and self.split_size <= 0:
+            raise UsageError(f"--split-size {self.split_size:g} is not positive")
+
+
+def run_export(request: ExportRequest, progress: Progress | None = None) -> dict[str, Any]:
+    """Do what is asked; see :func:`quantkit.export_gguf.export_gguf` for what can go wrong.
+
+    Returns:
+        The record of the file.
+    """
+    source = open_source(request.model)
+    plan = make_export_plan(
+        source,
+        request.file_type,
+        has_importance=request.imatrix is not None or request.calibration is not None,
+        overrides=request.overrides,
+        pretokenizer=request.pretokenizer,
+    )
+    importance = read_imatrix(request.imatrix).means if request.imatrix is not None else {}
+    solved: Iterator[Solved] | None = None
+    windows = None
+    if request.calibration is not None:
+        windows = calibration_windows(source, request.calibration, request.tokens)
+        if not request.error_feedback or request.target_bpw or request.save_imatrix:
+            importance = _measure(plan, windows, progress)
+            _save(request, importance, windows)
+    notes = []
+    if request.target_bpw is not None and windows is not None:
+        types, note = allocate_types(plan, importance, windows, request.target_bpw, pinned=request.overrides)
+        plan, notes = replace(plan, types=types), [note]
+    if request.error_feedback and windows is not None:
+        solved = solve_blocks(plan, windows)
+    split_bytes = int((request.split_size or 0) * 1e9)
+    record = write_plan(
+        plan,
+        request.path,
+        importance=importance,
+        solved_blocks=solved,
+        split_bytes=split_bytes,
+        overwrite=request.overwrite,
+        progress=progress,
+    )
+    record["notes"] += notes
+    record["calibration"] = windows.to_record() if windows is not None else None
+    return record
+
+
+def _measure(plan: ExportPlan, windows: CalibrationSet, progress: Progress | None) -> dict[str, Tensor]:
+    importance: dict[str, Tensor] = {}
+    total = int(plan.source.config.num_hidden_layers)
+    for done, block in enumerate(collect_importance(plan, windows), start=1):
+        importance |= block
+        if progress is not None:
+            progress("measure", done, total)
+    return importance
+
+
+def _save(request: ExportRequest, importance: dict[str, Tensor], windows: CalibrationSet) -> None:
+    if request.save_imatrix is not None:
+        names = tuple(str(source["name"]) for source in windows.sources)
+        matrix = ImportanceMatrix(importance, names, len(windows.lengths))
+        write_imatrix(request.save_imatrix, matrix, chunk_tokens=windows.token_ids.shape[1])

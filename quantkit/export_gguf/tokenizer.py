@@ -1,0 +1,172 @@
+"""A tokenizer.json as GGUF's vocabulary: byte-level BPE, or the BPE of SentencePiece with byte fallback."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gguf import GGUFWriter, TokenType
+from transformers import PreTrainedTokenizerBase
+
+from quantkit.errors import UsageError
+from quantkit.export_gguf.pretokenizer import identify_pretokenizer
+from quantkit.model_folder import read_json
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+_NEVER_MERGED = -1e6  # score of pieces that no merge makes
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """What the file says about tokens.
+
+    Attributes:
+        model: ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+        pretokenizer: llama.cpp's name.
+        tokens: by id.
+        types: by id.
+        scores: by id, for SentencePiece.
+        merges: pairs, for byte-level BPE.
+        notes: what is left out or filled up, a line each.
+    """
+
+    model: str
+    pretokenizer: str
+    tokens: list[str]
+    types: list[int]
+    scores: list[float] | None
+    merges: list[str] | None
+    notes: list[str]
+
+
+def read_vocabulary(
+    tokenizer: PreTrainedTokenizerBase, folder: Path, embedding_rows: int, pretokenizer: str | None = None
+) -> Vocabulary:
+    """The vocabulary of a tokenizer, filled up to the rows of the embedding.
+
+    Args:
+        tokenizer: of the model.
+        folder: of the model.
+        embedding_rows: as many tokens the file must have.
+        pretokenizer: llama.cpp's name, if it is not to be told from the rules.
+
+    Raises:
+        UsageError: a kind of tokenizer that is not supported, an unknown pre-tokenizer, or more tokens than rows.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise UsageError("the tokenizer has no tokenizer.json", fix="Convert it with transformers first")
+    document = json.loads(backend.to_str())
+    model = document["model"]
+    if model["type"] != "BPE":
+        raise UsageError(f"a {model['type']} tokenizer cannot be written as GGUF yet", fix="BPE tokenizers can")
+    added = {entry["content"]: entry for entry in document["added_tokens"]}
+    pieces = model["vocab"] | {content: entry["id"] for content, entry in added.items()}
+    pieces, notes = _with_rows(pieces, folder, embedding_rows)
+    tokens = [f"[PAD{index}]" for index in range(embedding_rows)]
+    types = [int(TokenType.UNUSED)] * embedding_rows
+    sentencepiece = bool(model.get("byte_fallback"))
+    for token, index in pieces.items():
+        tokens[index], types[index] = token, _token_type(token, added.get(token), model, sentencepiece)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+    padding = embedding_rows - len(set(pieces.values()))
+    if padding:
+        notes.append(f"{padding} rows of the embedding have no token: the file calls them [PAD...]")
+    if sentencepiece:
+        return Vocabulary("llama", pretokenizer or "default", tokens, types, _scores(tokens, merges), None, notes)
+    name = pretokenizer or identify_pretokenizer(document.get("pre_tokenizer"))
+    return Vocabulary("gpt2", name, tokens, types, None, merges, notes)
+
+
+def _with_rows(pieces: dict[str, int], folder: Path, rows: int) -> tuple[dict[str, int], list[str]]:
+    """The tokens that the embedding has, and a note on those that only transformers' class has added.
+
+    Raises:
+        UsageError: a token of the model's own files has no row.
+    """
+    beyond = sorted(token for token, index in pieces.items() if index >= rows)
+    if not beyond:
+        return pieces, []
+    path = folder / "tokenizer.json"
+    stored = read_json(path) if path.is_file() else {}
+    own = {entry["content"] for entry in stored.get("added_tokens", ())} | set(stored.get("model", {}).get("vocab", ()))
+    if not stored or own & set(beyond):
+        raise UsageError(
+            f"the tokenizer has ids up to {max(pieces.values())} and the embedding {rows} rows",
+            fix="Model and tokenizer do not belong together",
+        )
+    kept = {token: index for token, index in pieces.items() if index < rows}
+    return kept, [f"tokens without a row in the embedding are left out: {', '.join(beyond)}"]
+
+
+def _token_type(token: str, added: dict[str, Any] | None, model: dict[str, Any], sentencepiece: bool) -> int:
+    if sentencepiece and token == model.get("unk_token"):
+        return int(TokenType.UNKNOWN)
+    if added is not None:
+        return int(TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
+    return int(TokenType.BYTE if sentencepiece and _BYTE.fullmatch(token) else TokenType.NORMAL)
+
+
+def _scores(tokens: list[str], merges: list[str]) -> list[float]:
+    """What llama.cpp merges by: earlier merges score higher, as the pieces did in SentencePiece."""
+    rank: dict[str, int] = {}
+    for number, pair in enumerate(merges):
+        rank.setdefault(pair.replace(" ", "", 1), number)
+    return [-float(rank[token]) if token in rank else _NEVER_MERGED for token in tokens]
+
+
+def add_tokenizer(
+    writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary, eos_ids: list[int]
+) -> None:
+    """Write vocabulary, special tokens and chat template.
+
+    Args:
+        writer: of the file.
+        tokenizer: of the model.
+        vocabulary: its tokens.
+        eos_ids: every token that ends a generation; the first that is no end of a turn is the end of the text.
+    """
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pretokenizer)
+    writer.add_token_list(vocabulary.tokens)
+    if vocabulary.scores is not None:
+        writer.add_token_scores(vocabulary.scores)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.merges is not None:
+        writer.add_token_merges(vocabulary.merges)
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(eos_ids), None)
+    special = (
+        (writer.add_bos_token_id, tokenizer.bos_token_id),
+        (writer.add_eos_token_id, eos),
+        (writer.add_eot_token_id, _end_of_turn(vocabulary.tokens, eos_ids, eos)),
+        (writer.add_unk_token_id, tokenizer.unk_token_id),
+        (writer.add_pad_token_id, tokenizer.pad_token_id),
+    )
+    for add, token_id in special:
+        if token_id is not None and token_id < len(vocabulary.tokens):
+            add(int(token_id))
+    around = tokenizer("a")["input_ids"]
+    bare = tokenizer("a", add_special_tokens=False)["input_ids"]
+    writer.add_add_bos_token(around[:1] != bare[:1] and around[0] == tokenizer.bos_token_id)
+    writer.add_add_eos_token(around[-1:] != bare[-1:] and around[-1] == tokenizer.eos_token_id)
+    if vocabulary.model == "llama":
+        pieces = tokenizer.convert_ids_to_tokens(bare)
+        writer.add_add_space_prefix(bool(pieces) and pieces[0].startswith("▁"))
+    if tokenizer.chat_template:
+        _add_chat_template(writer, tokenizer.chat_template)
+
+
+def _end_of_turn(tokens: list[str], eos_ids: list[int], eos: int | None) -> int | None:
+    """The token that ends a turn of a chat, if it is another one than the end of the text."""
+    others = [token for token in eos_ids if token != eos and token < len(tokens)]
+    named = [token for token in others if tokens[token] in _TURN_ENDS]
+    return next(iter(named or others), None)
+
+
+def _add_chat_template(writer: GGUFWriter, template: str | dict[str, str]) -> None:
+    if isinstance(template, str):
+        writer.add_chat_template(template)
+        return
+    writer.add_chat_template([{"name": name, "template": text} for name, text in template.items()])

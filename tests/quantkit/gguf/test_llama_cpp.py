@@ -1,0 +1,125 @@
+"""Against llama.cpp itself, where llama-cpp-python is installed: quantizers, decoders, tokenizer and text."""
+
+import ctypes
+import importlib.util
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from quantkit.export_gguf import export_gguf
+from quantkit.formats.gguf.block_types import BLOCK_TYPES
+from quantkit.formats.gguf.blocks import PLAINLY_ROUNDED, encode_rows
+from quantkit.source import open_source
+
+SPEC = importlib.util.find_spec("llama_cpp")
+pytestmark = pytest.mark.skipif(SPEC is None, reason="llama-cpp-python is not installed: pip install quantkit[interop]")
+
+
+class TypeTraits(ctypes.Structure):
+    """The beginning of ggml_type_traits, as ggml.h has it."""
+
+    _fields_ = (
+        ("type_name", ctypes.c_char_p),
+        ("block", ctypes.c_int64),
+        ("interleave", ctypes.c_int64),
+        ("type_size", ctypes.c_size_t),
+        ("is_quantized", ctypes.c_bool),
+        ("to_float", ctypes.c_void_p),
+    )
+
+
+@pytest.fixture(scope="module")
+def ggml():
+    folder = Path(SPEC.submodule_search_locations[0]) / "lib"
+    library = ctypes.CDLL(str(next(folder.glob("libggml-base.*"))))
+    library.ggml_quantize_chunk.restype = ctypes.c_size_t
+    library.ggml_quantize_chunk.argtypes = [
+        *(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64),
+        ctypes.c_void_p,
+    ]
+    library.ggml_get_type_traits.restype = ctypes.POINTER(TypeTraits)
+    return library
+
+
+@pytest.fixture(scope="module")
+def rows():
+    """Rows with heavy tails, as trained weights have them."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(64, 1024, generator=generator) * torch.randn(64, 1024, generator=generator).exp() * 0.02
+
+
+@pytest.fixture(scope="module")
+def importance():
+    return torch.randn(1024, generator=torch.Generator().manual_seed(1)).exp()
+
+
+def quantize(library, rows, block_type, importance):
+    source = np.ascontiguousarray(rows.numpy())
+    encoded = np.zeros((rows.shape[0], rows.shape[1] // block_type.block * block_type.block_bytes), np.uint8)
+    measure = None if importance is None else np.ascontiguousarray(importance.numpy()).ctypes.data
+    kind = int(block_type.ggml)
+    library.ggml_quantize_init(kind)
+    library.ggml_quantize_chunk(kind, source.ctypes.data, encoded.ctypes.data, 0, *source.shape, measure)
+    return encoded
+
+
+def error(encoded, block_type, rows, importance):
+    decoded = torch.from_numpy(gguf.quants.dequantize(encoded, block_type.ggml))
+    return float(((decoded - rows).square() * importance).sum())
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_its_decoder_reads_what_the_gguf_package_reads(name, ggml, rows, importance):
+    block_type = BLOCK_TYPES[name]
+    encoded = encode_rows(rows, name, importance).numpy()
+    decoded = np.zeros(rows.shape, np.float32)
+    traits = ggml.ggml_get_type_traits(int(block_type.ggml)).contents
+    to_float = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)(traits.to_float)
+    to_float(encoded.ctypes.data, decoded.ctypes.data, rows.numel())
+    assert np.array_equal(decoded, gguf.quants.dequantize(encoded, block_type.ggml))
+
+
+@pytest.mark.parametrize("name", BLOCK_TYPES)
+def test_no_more_error_than_its_quantizer(name, ggml, rows, importance):
+    block_type = BLOCK_TYPES[name]
+    plain = quantize(ggml, rows, block_type, None)
+    if name in PLAINLY_ROUNDED:
+        assert np.array_equal(encode_rows(rows, name).numpy(), plain)
+    theirs = error(quantize(ggml, rows, block_type, importance), block_type, rows, importance)
+    ours = error(encode_rows(rows, name, importance).numpy(), block_type, rows, importance)
+    assert ours < 1.005 * theirs
+
+
+TEXTS = [
+    "Hello, world! 12345",
+    "Größe, naïve, 東京, здравствуй, 🙂",
+    "  two  spaces\n\n\tand a tab",
+    "<|im_start|>user\nHi<|im_end|>",
+]
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
+def test_it_writes_the_same_text(family, make_tiny_model, tmp_path):
+    from llama_cpp import Llama
+
+    folder = make_tiny_model(family, tmp_path / "model")
+    source = open_source(folder)
+    export_gguf(source, tmp_path / "out.gguf", "F32")
+    engine = Llama(str(tmp_path / "out.gguf"), n_ctx=256, verbose=False)
+    tokenizer = source.tokenizer()
+    for text in TEXTS:
+        expected = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert engine.tokenize(text.encode(), add_bos=False, special=True) == expected
+    prompt = list(range(5, 25))
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    expected = model.generate(torch.tensor([prompt]), max_new_tokens=16, do_sample=False, eos_token_id=None)
+    written = []
+    for token in engine.generate(prompt, temp=0.0, repeat_penalty=1.0):
+        written.append(token)
+        if len(written) == 16:
+            break
+    assert written == expected[0, len(prompt) :].tolist()

@@ -1,0 +1,62 @@
+"""Verify on GGUF: what is right passes, and each kind of damage is named."""
+
+import json
+
+import gguf
+import pytest
+from click.testing import CliRunner
+
+from quantkit.cli import main
+from quantkit.export_gguf import export_gguf
+from quantkit.export_gguf.verify import verify_gguf
+from quantkit.source import open_source
+
+
+@pytest.fixture
+def exported(tiny_llama_folder, tmp_path):
+    def export(file_type="Q4_0", **options):
+        export_gguf(open_source(tiny_llama_folder), tmp_path / "out.gguf", file_type, **options)
+        return tmp_path / "out.gguf"
+
+    return export
+
+
+@pytest.mark.parametrize("file_type", ["F16", "Q8_0", "Q2_K", "Q4_K_M", "IQ4_XS"])
+def test_whole_file(file_type, exported, tiny_llama_folder):
+    report = verify_gguf(exported(file_type), open_source(tiny_llama_folder))
+    assert report.ok, report.to_dict()
+    names = [check.name for check in report.checks]
+    assert names == ["file", "same_source", "vocabulary", "every_tensor", "tensors"]
+
+
+def test_parts(exported, tiny_llama_folder, tmp_path):
+    exported("F16", split_bytes=100_000)
+    first = sorted(tmp_path.glob("out-00001-of-*.gguf"))[0]
+    assert verify_gguf(first, open_source(tiny_llama_folder)).ok
+    sorted(tmp_path.glob("out-*.gguf"))[-1].unlink()
+    assert verify_gguf(first, open_source(tiny_llama_folder)).failed() == ["every_tensor"]
+
+
+def test_damaged_weights_and_another_model(exported, tiny_llama_folder, make_tiny_model, tmp_path):
+    path = exported()
+    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.ffn_up.weight")
+    data = bytearray(path.read_bytes())
+    data[int(tensor.data_offset) : int(tensor.data_offset) + 1800] = bytes(1800)
+    path.write_bytes(data)
+    report = verify_gguf(path, open_source(tiny_llama_folder))
+    assert report.failed() == ["tensors"]
+    assert report.checks[-1].detail.startswith("blk.1.ffn_up.weight (Q4_0) differs from the model's weights by")
+    other = make_tiny_model("llama", tmp_path / "other", seed=7)
+    assert verify_gguf(path, open_source(other)).failed() == ["same_source", "tensors"]
+    path.write_bytes(data[:-100])
+    assert verify_gguf(path, open_source(tiny_llama_folder)).failed() == ["file"]
+
+
+def test_command(exported, tiny_llama_folder):
+    path = str(exported())
+    result = CliRunner().invoke(main, ["verify", path, "--source", str(tiny_llama_folder), "--json"])
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["ok"]
+    without = CliRunner().invoke(main, ["verify", path])
+    assert without.exit_code == 2
+    assert "out.gguf can only be compared with the model it was made of: give --source" in without.stderr
