@@ -1,19 +1,12 @@
 """Whether two evaluations may be compared at all: same items, prompts, template, sampling, and the right reference."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit_eval.errors import IncomparableResults, RecordError
-from quantkit_eval.records import (
-    RESULT_FILE,
-    SAMPLES_FILE,
-    Party,
-    Result,
-    Sample,
-    Throughput,
-    read_result,
-    read_samples,
-)
+from quantkit_eval.record_types import Party, Result, Sample, SuiteRecord, Throughput
+from quantkit_eval.records import RESULT_FILE, SAMPLES_FILE, read_result, read_samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,17 +22,23 @@ class Evaluation:
         """Read a folder that ``evaluate`` wrote.
 
         Raises:
-            RecordError: a file is missing or damaged, or the two do not belong together.
+            RecordError: a file is missing, damaged or was changed, or the two do not belong together.
         """
         result = read_result(folder / RESULT_FILE)
         samples: dict[str, list[Sample]] = {suite: [] for suite in result["suites"]}
-        for sample in read_samples(folder / SAMPLES_FILE):
+        for sample in read_samples(folder / SAMPLES_FILE, result["samples_sha256"]):
             samples.setdefault(sample["suite"], []).append(sample)
         counts = {suite: len(lines) for suite, lines in samples.items()}
         expected = {suite: record["num_items"] for suite, record in result["suites"].items()}
         if counts != expected:
             raise RecordError(f"{folder}: {SAMPLES_FILE} has {counts} items, {RESULT_FILE} says {expected}")
+        for suite, record in result["suites"].items():
+            _check_suite(folder, suite, record, samples[suite])
         return cls(folder, result, samples)
+
+    def all_samples(self) -> list[Sample]:
+        """Of all suites, one after the other."""
+        return [sample for lines in self.samples.values() for sample in lines]
 
     def party(self) -> Party:
         """Who was evaluated, for the verdict."""
@@ -48,6 +47,20 @@ class Evaluation:
     def measures_divergence(self) -> bool:
         """Whether ``nll`` was run against a reference."""
         return "nll" in self.result["suites"] and "kl_mean_nats" in self.result["suites"]["nll"]["metrics"]
+
+
+def _check_suite(folder: Path, suite: str, record: SuiteRecord, samples: Sequence[Sample]) -> None:
+    """What a comparison looks up in the metrics and in each sample has to be there."""
+    primary = record["primary_metric"]
+    if primary is not None and primary not in record["metrics"]:
+        raise RecordError(f"{folder / RESULT_FILE}: /suites/{suite}/metrics: the primary metric {primary!r} is missing")
+    judged = "kl_mean_nats" if "kl_mean_nats" in record["metrics"] else primary
+    for sample in samples:
+        if judged is not None and sample["metrics"].get(judged) is None:
+            raise RecordError(
+                f"{folder / SAMPLES_FILE}: item {sample['id']!r} of suite {suite!r} lacks {judged}",
+                fix="Evaluate the model again",
+            )
 
 
 def shared_suites(baseline: Evaluation, candidate: Evaluation) -> list[str]:

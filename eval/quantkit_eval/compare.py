@@ -3,30 +3,26 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 from quantkit_eval.comparability import Evaluation, check_comparable, check_measured_models, shared_suites
 from quantkit_eval.errors import IncomparableResults, OptionError
-from quantkit_eval.gates import Gates, PairedCounts, judge_drop, judge_kl, judge_throughput
-from quantkit_eval.records import (
-    SCHEMA_VERSION,
-    Flipped,
-    Gate,
-    Outcome,
-    Sample,
-    Throughput,
-    Unjudged,
-    Verdict,
-    read_throughput,
-    utc_now,
-)
+from quantkit_eval.gates import Gates, judge_drop, judge_kl, judge_throughput
+from quantkit_eval.pairing import changes, count, flipped, graded_suites, noise_floor, pair_up, primary_metric
+from quantkit_eval.record_types import Gate, NoiseFloor, Outcome, Throughput, Unjudged, Verdict
+from quantkit_eval.records import SCHEMA_VERSION, read_throughput, utc_now
 from quantkit_eval.statistics import ALPHA, holm
-from quantkit_eval.suites import PRIMARY_METRICS
 
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 3, "inconclusive": 4}
 
 
-def compare(baseline: Path, candidate: Path, gates: Mapping[str, Any], throughput: Path | None = None) -> Verdict:
+def compare(
+    baseline: Path,
+    candidate: Path,
+    gates: Mapping[str, Any],
+    throughput: Path | None = None,
+    control: Path | None = None,
+) -> Verdict:
     """Judge a candidate against its baseline.
 
     Args:
@@ -34,6 +30,8 @@ def compare(baseline: Path, candidate: Path, gates: Mapping[str, Any], throughpu
         candidate: folder of the candidate's records.
         gates: as in a recipe: ``suites``, ``max_drop_pp``, ``max_kl_mean_nats``, ``min_throughput_ratio``.
         throughput: throughput.json of the two, if it was measured.
+        control: folder of a second evaluation of the baseline's model (another batch size, another day), for the noise
+            floor. A comparison of a model with itself is its own.
 
     Returns:
         The content of verdict.json, for ``records.write_verdict``.
@@ -51,6 +49,7 @@ def compare(baseline: Path, candidate: Path, gates: Mapping[str, Any], throughpu
         check_measured_models(speeds, before, after)
     _check_gates_were_run(wanted, before, after, speeds)
     judged = [*_judge_drops(wanted, before, after), *_judge_kl(wanted, after), *_judge_speeds(wanted, speeds)]
+    floor = _noise_floor(before, after, Evaluation.read(control) if control else None)
     verdict: Outcome = "pass"
     for outcome in ("inconclusive", "fail"):
         if any(gate["verdict"] == outcome for gate in judged):
@@ -64,7 +63,9 @@ def compare(baseline: Path, candidate: Path, gates: Mapping[str, Any], throughpu
         "alpha": ALPHA,
         "gates": judged,
         "unjudged": _unjudged(judged, before, after, speeds),
-        "flipped": [item for suite in _graded_suites(before, after) for item in _flipped(suite, before, after)],
+        "flipped": [item for suite in graded_suites(before, after) for item in flipped(suite, before, after)],
+        "changes": changes(before, after),
+        "noise_floor": floor,
         "baseline": before.party(),
         "candidate": after.party(),
     }
@@ -80,6 +81,13 @@ def _check_gates_were_run(gates: Gates, baseline: Evaluation, candidate: Evaluat
             raise OptionError(
                 f"gate {gate} asks about suite {suite!r}, but both were evaluated on {', '.join(shared) or 'no suite'}",
                 fix=f"Evaluate both on {suite!r} or drop the gate",
+            )
+    graded = graded_suites(baseline, candidate)
+    for suite in gates.max_drop_pp:
+        if suite not in graded:
+            raise OptionError(
+                f"gate max_drop_pp.{suite}: the suite has no right and wrong answers",
+                fix=f"Choose from {', '.join(graded)}" if graded else "Evaluate both on a suite that has",
             )
     if gates.max_kl_mean_nats is not None:
         _check_divergence(baseline, candidate)
@@ -108,32 +116,25 @@ def _check_divergence(baseline: Evaluation, candidate: Evaluation) -> None:
         )
 
 
-def _graded_suites(baseline: Evaluation, candidate: Evaluation) -> list[str]:
-    return [suite for suite in shared_suites(baseline, candidate) if suite in PRIMARY_METRICS]
-
-
-def _pairs(suite: str, baseline: Evaluation, candidate: Evaluation) -> list[tuple[Sample, Sample, bool, bool]]:
-    """Every item of a suite with both samples, and whether each of them is right."""
-    metric = PRIMARY_METRICS[suite]
-    return [
-        (first, second, bool(first["metrics"][metric]), bool(second["metrics"][metric]))
-        for first, second in zip(baseline.samples[suite], candidate.samples[suite], strict=True)
-    ]
+def _noise_floor(baseline: Evaluation, candidate: Evaluation, control: Evaluation | None) -> NoiseFloor | None:
+    if control is None:
+        is_same = baseline.result["model"] == candidate.result["model"]
+        return noise_floor(baseline, candidate) if is_same else None
+    check_comparable(baseline, control)
+    if control.result["model"] != baseline.result["model"]:
+        raise IncomparableResults(
+            f"the control {control.folder} is of another model than the baseline: {control.result['model']}, "
+            f"not {baseline.result['model']}",
+            fix="Evaluate the baseline's model once more",
+        )
+    return noise_floor(baseline, control)
 
 
 def _judge_drops(gates: Gates, baseline: Evaluation, candidate: Evaluation) -> list[Gate]:
-    counts: dict[str, PairedCounts] = {}
-    for suite in gates.max_drop_pp:
-        outcomes = [(before, after) for *_, before, after in _pairs(suite, baseline, candidate)]
-        counts[suite] = PairedCounts(
-            both=outcomes.count((True, True)),
-            improved=outcomes.count((False, True)),
-            regressed=outcomes.count((True, False)),
-            n=len(outcomes),
-        )
+    counts = {suite: count(pair_up(suite, baseline, candidate)) for suite in gates.max_drop_pp}
     adjusted = holm([counts[suite].p_value for suite in counts])
     return [
-        judge_drop(suite, counts[suite], gates.max_drop_pp[suite], p_holm)
+        judge_drop(suite, str(primary_metric(suite, baseline)), counts[suite], gates.max_drop_pp[suite], p_holm)
         for suite, p_holm in zip(counts, adjusted, strict=True)
     ]
 
@@ -142,8 +143,8 @@ def _judge_kl(gates: Gates, candidate: Evaluation) -> list[Gate]:
     if gates.max_kl_mean_nats is None:
         return []
     metrics = [sample["metrics"] for sample in candidate.samples["nll"]]
-    means = [float(window["kl_mean_nats"] or 0.0) for window in metrics]
-    tokens = [int(window["num_tokens"] or 0) for window in metrics]
+    means = [cast(float, window["kl_mean_nats"]) for window in metrics]  # there: Evaluation.read looked
+    tokens = [cast(int, window["num_tokens"]) for window in metrics]
     return [judge_kl(means, tokens, gates.max_kl_mean_nats)]
 
 
@@ -190,24 +191,6 @@ def _unjudged(
                 }
             )
     return unjudged
-
-
-def _flipped(suite: str, baseline: Evaluation, candidate: Evaluation) -> list[Flipped]:
-    """The items that only one model got right, regressed ones first."""
-    items: list[Flipped] = [
-        {
-            "suite": suite,
-            "id": first["id"],
-            "prompt": first["prompt"],
-            "gold": first["gold"],
-            "baseline_output": first["output"],
-            "candidate_output": second["output"],
-            "direction": "regressed" if before else "improved",
-        }
-        for first, second, before, after in _pairs(suite, baseline, candidate)
-        if before != after
-    ]
-    return sorted(items, key=lambda item: item["direction"] == "improved")
 
 
 def _explain(verdict: Outcome, gates: Sequence[Gate]) -> str:

@@ -1,26 +1,27 @@
 """One model on its suites: asks, measures and leaves the records in a folder."""
 
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from quantkit_eval.errors import ModelOutputError, OptionError
+from quantkit_eval.errors import ModelOutputError, OptionError, RecordError
 from quantkit_eval.machine import describe_machine
 from quantkit_eval.protocol import Model
+from quantkit_eval.record_types import Result, Sample, SuiteRecord
 from quantkit_eval.records import (
     RESULT_FILE,
     SAMPLES_FILE,
     SCHEMA_VERSION,
-    Result,
-    Sample,
-    SuiteRecord,
+    check_writable,
     utc_now,
     write_result,
     write_samples,
 )
-from quantkit_eval.reference import REFERENCE_FILE
-from quantkit_eval.suites import Progress, SuiteRun, load_suite
+from quantkit_eval.reference import REFERENCE_FILE, Reference
+from quantkit_eval.suites import BATCH_ITEMS, Progress, SuiteRun, load_suite
+from quantkit_eval.suites.item_counts import count_items
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0}
 
@@ -32,19 +33,24 @@ def evaluate(
     out: Path,
     reference: Path | None = None,
     progress: Progress | None = None,
+    batch_items: int = BATCH_ITEMS,
 ) -> Result:
     """Evaluate a model and write samples.jsonl, result.json and, as a baseline with ``nll``, nll.safetensors.
 
-    The files appear together at the end, result.json last; an evaluation that stops half-way changes no record.
+    The files appear together at the end, result.json last; an evaluation that stops half-way changes no record and
+    leaves no folder that was not there.
 
     Args:
         model: what is evaluated.
-        suites: name of a suite -> its options; an empty mapping takes the defaults.
+        suites: name of a suite -> its options; an empty mapping takes the defaults. The option ``kind: file`` makes a
+            suite of the user's own prompts under that name (``suites.file``).
         seed: of the items; a candidate needs the seed of its baseline.
         out: folder for the records, made if need be; earlier records in it are replaced.
         reference: folder of the baseline's records (or its nll.safetensors), which the suite ``nll`` reads; None if
             this is the baseline.
         progress: called with the suite, the items done and the items in all.
+        batch_items: items handed to the model at once. What a model answers should not depend on it, and the noise
+            floor is how much it does: evaluate the baseline a second time with another number (``compare``'s control).
 
     Returns:
         The content of result.json.
@@ -54,23 +60,24 @@ def evaluate(
         RecordError, ReferenceMismatch: the reference is missing, damaged or belongs to something else.
         ModelOutputError: the model broke the protocol.
     """
-    if not suites:
-        raise OptionError("no suite to evaluate", fix="Name at least one")
-    if reference and out.resolve() in (reference.resolve(), reference.resolve().parent):
-        raise OptionError(
-            f"{out} holds the reference and cannot take the candidate's records", fix="Name another folder"
-        )
-    runners = {name: load_suite(name) for name in suites}  # a typo shows before the work
+    if batch_items < 1:
+        raise OptionError(f"batch_items={batch_items} must be at least 1")
+    check_evaluation(suites, out, reference)
+    runners = {name: load_suite(name, options.get("kind")) for name, options in suites.items()}
     party = describe_model(model)
-    out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=out) as name:
-        folder = Path(name)
+    with _working_folder(out) as folder:
         samples: list[Sample] = []
         records: dict[str, SuiteRecord] = {}
         for suite, run in runners.items():
-            outcome = run(SuiteRun(model, suites[suite], seed, folder, reference, _report_to(progress, suite)))
+            report = _report_to(progress, suite)
+            try:
+                outcome = run(SuiteRun(suite, model, suites[suite], seed, folder, reference, report, batch_items))
+            except ModelOutputError as error:
+                who = party["model"].get("name") or "the model"
+                raise ModelOutputError(f"{who}, suite {suite!r}: {error.message}", fix=error.fix) from error
             samples += outcome.samples
             records[suite] = outcome.record
+        samples_sha256 = write_samples(folder / SAMPLES_FILE, samples)
         result: Result = {
             "schema_version": SCHEMA_VERSION,
             "created": utc_now(),
@@ -80,12 +87,62 @@ def evaluate(
             "sampling": GREEDY,
             "seed": seed,
             "machine": describe_machine(),
+            "samples_sha256": samples_sha256,
             "suites": records,
         }
-        write_samples(folder / SAMPLES_FILE, samples)
         write_result(folder / RESULT_FILE, result)
         _replace_records(folder, out)
     return result
+
+
+def check_evaluation(suites: Mapping[str, Mapping[str, Any]], out: Path, reference: Path | None = None) -> None:
+    """Refuse before a model is loaded what ``evaluate`` would refuse, and makes nothing.
+
+    Raises:
+        OptionError: no suite, an unknown one, wrong options, or ``out`` holds the reference.
+        RecordError: the reference is missing or damaged, or ``out`` cannot be written to.
+    """
+    if not suites:
+        raise OptionError("no suite to evaluate", fix="Name at least one")
+    if reference and out.resolve() in (reference.resolve(), reference.resolve().parent):
+        raise OptionError(
+            f"{out} holds the reference and cannot take the candidate's records", fix="Name another folder"
+        )
+    check_suites(suites)
+    check_writable(out / RESULT_FILE)
+    if reference:
+        Reference(reference)
+
+
+def check_suites(suites: Mapping[str, Mapping[str, Any]]) -> None:
+    """Refuse before the work what an evaluation would refuse in its middle.
+
+    Args:
+        suites: as ``evaluate`` takes them.
+
+    Raises:
+        OptionError: an unknown suite, wrong options, or a file of items that cannot be read.
+    """
+    for name, options in suites.items():
+        count_items(name, options)
+
+
+@contextmanager
+def _working_folder(out: Path) -> Iterator[Path]:
+    """A folder inside ``out`` that goes at the end; of ``out`` and its parents goes what was made here and is empty."""
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+            temporary = tempfile.TemporaryDirectory(prefix=".evaluate-", dir=out)
+        except OSError as error:
+            raise RecordError(f"{out}: cannot be written ({error.strerror})", fix="Name another folder") from error
+        with temporary as name:
+            yield Path(name)
+    finally:
+        for folder in made:
+            with suppress(OSError):  # not empty, or never made
+                folder.rmdir()
 
 
 def describe_model(model: Model) -> dict[str, Any]:

@@ -1,9 +1,10 @@
-"""The files that evaluations leave behind and read: samples.jsonl, result.json, throughput.json, verdict.json.
+"""The files that evaluations leave behind and read: samples, result, throughput, verdict and comparison.
 
-Each record is a plain dict with the type below; the JSON Schema in ``schemas/`` says what every key means. What is
-written validates, appears complete or not at all under its name, and what does not validate is not read.
+Each record is a plain dict with a type of ``record_types``; the JSON Schema in ``schemas/`` says what every key means.
+What is written validates, appears complete or not at all under its name, and what does not validate is not read.
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -11,12 +12,13 @@ from datetime import UTC, datetime
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, NotRequired, TypedDict, cast
+from typing import Any, Literal, cast
 
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from quantkit_eval.errors import RecordError
+from quantkit_eval.record_types import Comparison, Result, Sample, Throughput, Verdict
 
 SCHEMA_VERSION = 1
 SAMPLES_FILE = "samples.jsonl"
@@ -24,164 +26,7 @@ RESULT_FILE = "result.json"
 THROUGHPUT_FILE = "throughput.json"
 VERDICT_FILE = "verdict.json"
 
-Kind = Literal["sample", "result", "throughput", "verdict"]
-Outcome = Literal["pass", "fail", "inconclusive"]
-Direction = Literal["higher_is_better", "lower_is_better"]
-MetricValue = bool | int | float | str | None
-Party = dict[str, Any]  # {"model", "engine", ...}: who was measured
-
-
-class Sample(TypedDict):
-    """One item of one suite."""
-
-    schema_version: int
-    suite: str
-    id: str
-    prompt_hash: str
-    prompt: NotRequired[str]
-    gold: NotRequired[Any]
-    output: NotRequired[str]
-    finish_reason: NotRequired[str]
-    metrics: dict[str, MetricValue]
-
-
-class Metric(TypedDict):
-    """One number about a suite, with how sure it is."""
-
-    value: float | None
-    n: int
-    interval: list[float] | None
-    confidence: float | None
-    method: str
-    unit: str
-    direction: Direction
-
-
-class Histogram(TypedDict):
-    """Counts between ascending edges; there is one edge more than counts."""
-
-    edges: list[float]
-    counts: list[int]
-    unit: str
-
-
-class SuiteRecord(TypedDict):
-    """What one suite found."""
-
-    items_hash: str
-    num_items: int
-    options: dict[str, Any]
-    reference_sha256: NotRequired[str | None]
-    metrics: dict[str, Metric]
-    histograms: dict[str, Histogram]
-
-
-class Result(TypedDict):
-    """One model on its suites."""
-
-    schema_version: int
-    created: str
-    model: dict[str, Any]
-    engine: dict[str, Any]
-    template_hash: str
-    sampling: dict[str, float]
-    seed: int
-    machine: dict[str, Any]
-    suites: dict[str, SuiteRecord]
-
-
-class Ratio(TypedDict):
-    """Candidate over baseline; ``confidence`` is what the interval attains."""
-
-    value: float
-    interval: list[float]
-    confidence: float
-    method: str
-
-
-class ThroughputBatch(TypedDict):
-    """Paired rates of one batch size: entry i of both lists was measured in the same turn."""
-
-    batch_size: int
-    baseline_tok_per_s: list[float]
-    candidate_tok_per_s: list[float]
-    ratio: Ratio
-
-
-class Throughput(TypedDict):
-    """Speed of two models on one machine."""
-
-    schema_version: int
-    created: str
-    settings: dict[str, Any]
-    machine: dict[str, Any]
-    baseline: Party
-    candidate: Party
-    batches: dict[str, ThroughputBatch]
-
-
-class Gate(TypedDict):
-    """One judged number. ``value``, ``interval`` and ``limit`` belong together; see verdict.schema.json."""
-
-    name: str
-    suite: str
-    metric: str
-    kind: Literal["non_inferiority", "upper_bound", "ratio"]
-    baseline: float | None
-    candidate: float | None
-    difference: float | None
-    value: float | None
-    interval: list[float] | None
-    confidence: float | None
-    test: str
-    p_value: float | None
-    p_holm: float | None
-    limit: float
-    unit: str
-    direction: Direction
-    n: int
-    discordant: dict[str, int] | None
-    verdict: Outcome
-    reason: str
-    items_needed: int | None
-
-
-class Unjudged(TypedDict):
-    """A metric that no gate asked about; null where a result lacks it."""
-
-    suite: str
-    metric: str
-    baseline: float | None
-    candidate: float | None
-    unit: str
-
-
-class Flipped(TypedDict):
-    """An item that only one of the two models got right."""
-
-    suite: str
-    id: str
-    prompt: str
-    gold: Any
-    baseline_output: str
-    candidate_output: str
-    direction: Literal["regressed", "improved"]
-
-
-class Verdict(TypedDict):
-    """The end of a comparison."""
-
-    schema_version: int
-    created: str
-    verdict: Outcome
-    exit_code: int
-    reason: str
-    alpha: float
-    gates: list[Gate]
-    unjudged: list[Unjudged]
-    flipped: list[Flipped]
-    baseline: Party
-    candidate: Party
+Kind = Literal["sample", "result", "throughput", "verdict", "comparison"]
 
 
 def utc_now() -> str:
@@ -212,24 +57,37 @@ def validate(record: object, kind: Kind, where: str) -> None:
         raise RecordError(f"{where}: {_pointer(problems[0])}: {_shorten(problems[0].message)}")
 
 
-def write_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Write samples.jsonl, one line an item.
+def write_samples(path: Path, samples: Iterable[Sample]) -> str:
+    """Write samples.jsonl, one line an item, and give its sha256 for result.json.
 
     Raises:
         RecordError: a sample does not fit the schema, or two of one suite share an id.
     """
     checked = list(samples)
     _check_samples(checked, path)
-    write_atomically(path, "".join(_dumps(sample, f"{path}:{i}") + "\n" for i, sample in enumerate(checked, start=1)))
+    content = "".join(_dumps(sample, f"{path}:{i}") + "\n" for i, sample in enumerate(checked, start=1)).encode()
+    write_atomically(path, content)
+    return hashlib.sha256(content).hexdigest()
 
 
-def read_samples(path: Path) -> list[Sample]:
+def read_samples(path: Path, sha256: str | None = None) -> list[Sample]:
     """Read samples.jsonl.
 
+    Args:
+        path: the file.
+        sha256: that it must have, as result.json says; None reads any.
+
     Raises:
-        RecordError: the file is missing, or a line is no JSON, does not fit the schema or repeats an id.
+        RecordError: the file is missing or another one, or a line is no JSON, does not fit the schema or repeats an id.
     """
-    lines = _read_text(path).split("\n")
+    text = _read_text(path)
+    found = hashlib.sha256(text.encode()).hexdigest()
+    if sha256 not in (None, found):
+        raise RecordError(
+            f"{path}: changed after the evaluation: sha256 {found[:16]}..., {RESULT_FILE} says {str(sha256)[:16]}...",
+            fix="Evaluate the model again",
+        )
+    lines = text.split("\n")
     if lines.pop():
         raise RecordError(f"{path}:{len(lines) + 1}: the last line is cut off", fix="Evaluate the model again")
     samples = [cast(Sample, _loads(line, f"{path}:{i}")) for i, line in enumerate(lines, start=1)]
@@ -267,18 +125,45 @@ def read_verdict(path: Path) -> Verdict:
     return cast(Verdict, _read_document(path, "verdict"))
 
 
+def write_comparison(path: Path, comparison: Comparison) -> None:
+    """Write comparison.json. Raises RecordError if it does not fit the schema."""
+    _write_document(path, comparison, "comparison")
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file that is complete or absent under its name: temporary name, fsync, rename. Makes the folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file that is complete or absent under its name: temporary name, fsync, rename. Makes the folder.
+
+    Raises:
+        RecordError: it cannot be written; the file and the reason are named.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with partial.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise RecordError(f"{path}: cannot be written ({error.strerror})") from error
+
+
+def check_writable(path: Path) -> None:
+    """Refuse before the work a file that could not be written after it. Makes nothing.
+
+    Raises:
+        RecordError: the path is a folder, or lies in a place that is no folder or may not be written to.
+    """
+    if path.is_dir():
+        raise RecordError(f"{path}: cannot be written (Is a directory)", fix="Name a file")
+    folder = next(parent for parent in path.absolute().parents if os.path.lexists(parent))
+    if not folder.is_dir():
+        raise RecordError(f"{path}: cannot be written ({folder} is no folder)", fix="Name another place")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise RecordError(f"{path}: cannot be written ({folder} is read-only)", fix="Name another place")
 
 
 def _write_document(path: Path, record: Mapping[str, Any], kind: Kind) -> None:

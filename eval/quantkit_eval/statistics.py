@@ -14,6 +14,7 @@ from scipy.stats import binomtest, norm
 
 ALPHA = 0.05  # one-sided error of each bound that decides a gate
 NUM_RESAMPLES = 5_000
+MIN_CLUSTERS = 8  # fewer tell nothing of the spread between them: simulated errors of a bound reach ten times nominal
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,16 @@ class Estimate:
     interval: tuple[float, float]
     confidence: float
     n: int
+
+    def cut_to(self, low: float, high: float) -> tuple[float, float] | None:
+        """The interval within the range that a value can have; None if there is none, or it has no width.
+
+        Equal clusters are no proof that the next one is equal too, so a point is not shown as an interval.
+        """
+        start, stop = self.interval
+        if not (math.isfinite(start) and math.isfinite(stop) and start < stop):
+            return None
+        return min(max(start, low), self.value), max(min(stop, high), self.value)
 
 
 def wilson_interval(successes: int, n: int, confidence: float = 0.95) -> tuple[float, float]:
@@ -149,8 +160,9 @@ def bootstrap_mean(
     """Mean over clusters with the studentized bootstrap interval (bootstrap-t).
 
     Clusters (windows of text) are resampled whole, because tokens within one are not independent. Studentizing keeps
-    the ends near their nominal error with few or skewed clusters, where plain percentiles are too narrow (see the
-    simulations in the tests).
+    the ends near their nominal error with few or skewed clusters, where plain percentiles are too narrow. Resamples of
+    few clusters lack the tail that the text has, so the ends are moved out by sqrt((n + 1) / (n - 1)), n being the
+    effective number of clusters; the simulations in the tests say what the errors are with it.
 
     Args:
         values: [n] mean of each cluster.
@@ -160,7 +172,8 @@ def bootstrap_mean(
         seed: of the draws; the same input gives the same interval.
 
     Returns:
-        The weighted mean. The interval of a single cluster is infinite, of equal clusters a point.
+        The weighted mean. The interval of fewer than ``MIN_CLUSTERS`` effective clusters is infinite, of equal
+        clusters a point.
 
     Raises:
         ValueError: no values, not finite, or weights that do not fit.
@@ -173,8 +186,9 @@ def bootstrap_mean(
     if x.ndim != 1 or x.size == 0 or w.shape != x.shape or not np.isfinite(x).all() or not (w > 0).all():
         raise ValueError(f"values {x.shape} and weights {w.shape} must be non-empty vectors of one length, finite, > 0")
     mean = float(np.average(x, weights=w))
-    if x.size == 1:
-        return Estimate(mean, (-math.inf, math.inf), confidence, 1)
+    effective = effective_clusters(w)
+    if effective < MIN_CLUSTERS - 1e-9:
+        return Estimate(mean, (-math.inf, math.inf), confidence, int(x.size))
     if np.ptp(x) == 0:
         return Estimate(mean, (mean, mean), confidence, int(x.size))
     counts = np.random.default_rng(seed).multinomial(x.size, np.full(x.size, 1 / x.size), size=num_resamples)
@@ -183,8 +197,17 @@ def bootstrap_mean(
     usable = errors > 1e-9 * error[0]  # a draw of one repeated cluster has no spread to studentize by
     t = (means[usable] - mean) / errors[usable]
     tail = (1 - confidence) / 2
-    low_t, high_t = np.quantile(t, [tail, 1 - tail])
+    low_t, high_t = np.quantile(t, [tail, 1 - tail]) * math.sqrt((effective + 1) / (effective - 1))
     return Estimate(mean, (mean - float(high_t * error[0]), mean - float(low_t * error[0])), confidence, int(x.size))
+
+
+def effective_clusters(weights: ArrayLike) -> float:
+    """As many equal clusters as these are worth: one long text beside short ones counts as little more than one.
+
+    Source: Kish, Survey Sampling (1965), section 11.7.
+    """
+    w = np.asarray(weights, dtype=np.float64)
+    return float(w.sum() ** 2 / (w * w).sum()) if w.size else 0.0
 
 
 def _mean_and_error(

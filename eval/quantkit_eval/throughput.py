@@ -12,7 +12,8 @@ from quantkit_eval.errors import ModelOutputError, OptionError
 from quantkit_eval.evaluate import describe_model
 from quantkit_eval.machine import describe_machine
 from quantkit_eval.protocol import GenerationRequest, Model
-from quantkit_eval.records import SCHEMA_VERSION, Party, Throughput, ThroughputBatch, utc_now
+from quantkit_eval.record_types import Party, Throughput, ThroughputBatch
+from quantkit_eval.records import SCHEMA_VERSION, utc_now
 from quantkit_eval.statistics import median_ratio
 from quantkit_eval.suites import Progress
 
@@ -39,7 +40,7 @@ def measure_throughput(
         candidate: the other, loaded.
         batch_sizes: requests at once.
         new_tokens: tokens that each request gets.
-        repeats: pairs; fewer than 5 cannot give a 90 % interval.
+        repeats: pairs; fewer than 5 cannot give a 90 % interval, and one gives none.
         warmup_runs: runs of each model before the first pair, not counted.
         progress: called with the name of the batch, the pairs done and the pairs in all.
         clock: seconds, monotonic.
@@ -105,14 +106,15 @@ def _tok_per_s(model: Model, requests: Sequence[GenerationRequest], clock: Calla
 
 def _summarize(batch_size: int, baseline: list[float], candidate: list[float]) -> ThroughputBatch:
     ratio = median_ratio(baseline, candidate)
+    known = ratio.n > 1  # one pair says nothing of the spread between pairs
     return {
         "batch_size": batch_size,
         "baseline_tok_per_s": baseline,
         "candidate_tok_per_s": candidate,
         "ratio": {
             "value": ratio.value,
-            "interval": list(ratio.interval),
-            "confidence": ratio.confidence,
+            "interval": list(ratio.interval) if known else None,
+            "confidence": ratio.confidence if known else None,
             "method": "median of paired ratios, order-statistic interval",
         },
     }

@@ -1,14 +1,15 @@
 """What the suite ``nll`` measures on its windows, and what it makes of them for result.json."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit_eval.records import Direction, Histogram, Metric, MetricValue
+from quantkit_eval.record_types import Direction, Histogram, Metric, MetricValue
 from quantkit_eval.reference import TokenDistributions
 from quantkit_eval.statistics import Estimate, bootstrap_mean, bootstrap_perplexity
 
@@ -52,11 +53,11 @@ class WindowScore:
 
 def summarize(scores: Sequence[WindowScore]) -> dict[str, Metric]:
     """Means over tokens, with intervals over windows."""
-    tokens = [len(score.nll) for score in scores]
+    drawn: dict[str, Any] = {"weights": [len(score.nll) for score in scores], "confidence": CONFIDENCE}
     nll = [_mean(score.nll) for score in scores]
     summary = {
-        "nll_nats": _metric(bootstrap_mean, nll, tokens, "nats_per_token", "lower_is_better"),
-        "perplexity": _metric(bootstrap_perplexity, nll, tokens, "perplexity", "lower_is_better"),
+        "nll_nats": _metric(bootstrap_mean(nll, **drawn), "nats_per_token", "lower_is_better"),
+        "perplexity": _metric(bootstrap_perplexity(nll, **drawn), "perplexity", "lower_is_better", 1.0),
     }
     windows = [score.divergence for score in scores if score.divergence]
     if not windows:
@@ -66,11 +67,11 @@ def summarize(scores: Sequence[WindowScore]) -> dict[str, Metric]:
     delta_nll = [_mean(window.delta_nll) for window in windows]
     every_kl = torch.cat([window.kl for window in windows])
     return summary | {
-        "kl_mean_nats": _metric(bootstrap_mean, kl, tokens, "nats_per_token", "lower_is_better"),
+        "kl_mean_nats": _metric(bootstrap_mean(kl, **drawn), "nats_per_token", "lower_is_better"),
         "kl_p99_nats": _quantile(every_kl, 0.99),
         "kl_p999_nats": _quantile(every_kl, 0.999),
-        "top1_agreement": _metric(bootstrap_mean, agrees, tokens, "fraction", "higher_is_better"),
-        "perplexity_ratio": _metric(bootstrap_perplexity, delta_nll, tokens, "ratio", "lower_is_better"),
+        "top1_agreement": _metric(bootstrap_mean(agrees, **drawn), "fraction", "higher_is_better", 0.0, 1.0),
+        "perplexity_ratio": _metric(bootstrap_perplexity(delta_nll, **drawn), "ratio", "lower_is_better"),
     }
 
 
@@ -88,17 +89,15 @@ def _mean(values: Tensor) -> float:
 
 
 def _metric(
-    bootstrap: Callable[..., Estimate], values: Sequence[float], tokens: Sequence[int], unit: str, direction: Direction
+    estimate: Estimate, unit: str, direction: Direction, lowest: float = 0.0, highest: float = math.inf
 ) -> Metric:
-    """Of window means, weighted by tokens. A single window has no interval."""
-    estimate = bootstrap(values, weights=tokens, confidence=CONFIDENCE)
-    low, high = estimate.interval
-    known = math.isfinite(low) and math.isfinite(high)
+    """Of window means, weighted by tokens; few windows have no interval. A value cannot leave [lowest, highest]."""
+    interval = estimate.cut_to(lowest, highest)
     return {
         "value": estimate.value,
         "n": estimate.n,
-        "interval": [low, high] if known else None,
-        "confidence": estimate.confidence if known else None,
+        "interval": list(interval) if interval else None,
+        "confidence": estimate.confidence if interval else None,
         "method": "studentized bootstrap over windows",
         "unit": unit,
         "direction": direction,

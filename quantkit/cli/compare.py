@@ -1,10 +1,12 @@
 """``quantkit compare``."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
 from quantkit.cli.output import emit, json_option, verdict_lines
+from quantkit.cli.tables import comparison_lines
 
 RECORDS = click.Path(exists=True, file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
@@ -12,26 +14,63 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 
 @click.command("compare")
 @click.argument("baseline", type=RECORDS)
-@click.argument("candidate", type=RECORDS)
-@click.option("-r", "--recipe", required=True, help="Its `gates` say how much worse the candidate may be.")
+@click.argument("candidates", metavar="CANDIDATE...", type=RECORDS, nargs=-1, required=True)
+@click.option("-r", "--recipe", required=True, help="Its `gates` say how much worse a candidate may be.")
 @click.option("--throughput", type=FILE, help="throughput.json of `quantkit bench`, if a gate asks for speed.")
-@click.option("-o", "--output", type=FILE, help="Also write the verdict to this file.")
+@click.option("--control", type=RECORDS, help="A second evaluation of the baseline's model, for the noise floor.")
+@click.option("-o", "--output", type=FILE, help="Also write the verdict (or the comparison of several) to this file.")
 @json_option
 def compare_command(
-    baseline: Path, candidate: Path, recipe: str, throughput: Path | None, output: Path | None, as_json: bool
+    baseline: Path,
+    candidates: tuple[Path, ...],
+    recipe: str,
+    throughput: Path | None,
+    control: Path | None,
+    output: Path | None,
+    as_json: bool,
 ) -> int:
-    """Judge the records of CANDIDATE against those of BASELINE, two folders that `quantkit eval` wrote.
+    """Judge the records of one or more CANDIDATEs against those of BASELINE, folders that `quantkit eval` wrote.
 
-    The exit code is the verdict: 0 pass, 3 quality regression, 4 inconclusive. Two results whose prompts, template or
-    sampling differ are refused.
+    The exit code is the verdict, of several the worst: 0 pass, 3 quality regression, 4 inconclusive. Results whose
+    prompts, template or sampling differ are refused. Several candidates are listed in one table; a throughput.json in a
+    candidate's folder, or beside it, gives its speed.
+
+    For `quantkit report`, write the verdict of one candidate as verdict.json into the folder that holds the two records
+    as baseline/ and candidate/: compare run/baseline run/candidate -o run/verdict.json
     """
+    if len(candidates) > 1 and throughput:
+        raise click.UsageError("--throughput is of one candidate; put each throughput.json into its candidate's folder")
     from quantkit.recipe import load_recipe
+    from quantkit_eval.records import check_writable
 
-    gates = load_recipe(recipe).gates
+    if output:
+        check_writable(output)
+    limits = load_recipe(recipe).gates.limits
+    if len(candidates) == 1:
+        return _judge_one(baseline, candidates[0], limits, throughput, control, output, as_json)
+    from quantkit_eval.comparison import compare_several
+    from quantkit_eval.records import write_comparison
+
+    comparison = compare_several(baseline, candidates, limits, control)
+    if output:
+        write_comparison(output, comparison)
+    emit(comparison, comparison_lines(comparison), as_json=as_json)
+    return comparison["exit_code"]
+
+
+def _judge_one(
+    baseline: Path,
+    candidate: Path,
+    limits: dict[str, Any],
+    throughput: Path | None,
+    control: Path | None,
+    output: Path | None,
+    as_json: bool,
+) -> int:
     from quantkit_eval.compare import compare
     from quantkit_eval.records import write_verdict
 
-    verdict = compare(baseline, candidate, gates.limits, throughput)
+    verdict = compare(baseline, candidate, limits, throughput, control)
     if output:
         write_verdict(output, verdict)
     emit(verdict, verdict_lines(verdict), as_json=as_json)

@@ -25,13 +25,21 @@ def report_command(
     markdown: Path | None,
     as_json: bool,
 ) -> None:
-    """Write the report of RUN_FOLDER, the folder with verdict.json that `quantkit run` or `quantkit compare` made.
+    """Write the report of RUN_FOLDER, which holds verdict.json and the records that it judged.
+
+    RUN_FOLDER is the folder `records` of `quantkit run`, or one of your own with verdict.json (`quantkit compare -o`),
+    baseline/ and candidate/ (`quantkit eval -o`) and, if speed was measured, throughput.json (`quantkit bench -o`).
 
     With none of --html, --junit and --markdown all three are written into RUN_FOLDER.
     """
+    from quantkit.source import open_source
+    from quantkit_eval.records import check_writable
     from quantkit_eval.report import load_report_input, write_report
 
     if not (html or junit or markdown):
         html, junit, markdown = run_folder / "report.html", run_folder / "junit.xml", run_folder / "report.md"
-    written = write_report(load_report_input(run_folder, checkpoint), html, junit, markdown)
+    for path in filter(None, (html, junit, markdown)):
+        check_writable(path)
+    fingerprint = open_source(checkpoint).fingerprint() if checkpoint else None
+    written = write_report(load_report_input(run_folder, checkpoint, fingerprint), html, junit, markdown)
     emit({"files": [str(path) for path in written]}, map(str, written), as_json=as_json)

@@ -1,51 +1,92 @@
 """The sections ``gates`` and ``report``: what is measured, how much worse it may be, and where that is written."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
-from pydantic import Field, model_validator
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from quantkit.recipe.section import FilePath, Positive, Section, fault
+from quantkit.recipe.section import FilePath, PathText, Positive, Section, Text, fault
 
-Suite = Literal["extract", "nll"]
-AccuracySuite = Literal["extract"]
+# quantkit_eval.suites.SUITES, which would import torch
+BuiltinSuite = Literal["extract", "schema", "tools", "arith", "needle", "scripts", "instructions", "nll"]
+TAKEN_NAMES = (*get_args(BuiltinSuite), "throughput")
 ThroughputBatch = Literal["decode_batch_1", "decode_batch_16"]
-ITEM_OPTIONS = {"extract": "num_items", "nll": "max_windows"}  # the suite's own name for its number of items
+
+
+class FileSuite(Section):
+    """The user's own prompts, one JSON object a line; `quantkit_eval.suites.file` says what a line holds."""
+
+    kind: Literal["file"]
+    path: PathText
+    name: Text
+    max_tokens: Positive = 256
+
+    @field_validator("name")
+    @classmethod
+    def _free(cls, name: str) -> str:
+        if name in TAKEN_NAMES:
+            raise fault(f"{name!r} is the name of a built-in suite or of a measurement; choose another name")
+        return name
+
+
+def _kind(suite: Any) -> str:
+    return "file" if isinstance(suite, dict | FileSuite) else "name"
+
+
+Suite = Annotated[
+    Annotated[BuiltinSuite, Tag("name")] | Annotated[FileSuite, Tag("file")],
+    Discriminator(_kind),
+]
 
 
 class Gates(Section):
     """What is measured (``suites``) and how much worse it may be; what has no limit is reported, not judged."""
 
     suites: Annotated[tuple[Suite, ...], Field(strict=False, min_length=1)] = ("extract", "nll")
-    max_drop_pp: dict[AccuracySuite, Annotated[float, Field(gt=0, lt=100)]] = Field(default_factory=dict)
+    max_drop_pp: dict[Text, Annotated[float, Field(gt=0, lt=100)]] = Field(default_factory=dict)
     max_kl_mean_nats: Annotated[float, Field(gt=0)] | None = None
     min_throughput_ratio: dict[ThroughputBatch, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    num_items: dict[Suite, Positive] = Field(default_factory=dict)
+    num_items: dict[Text, Positive] = Field(default_factory=dict)
 
     @model_validator(mode="after")
     def _check(self) -> "Gates":
-        if len(set(self.suites)) < len(self.suites):
+        names = self.suite_names
+        if len(set(names)) < len(names):
             raise fault("a suite stands here twice", "suites")
-        for key, given in (("max_drop_pp", self.max_drop_pp), ("num_items", self.num_items)):
+        graded = tuple(name for name in names if name != "nll")
+        for key, given, allowed in (("max_drop_pp", self.max_drop_pp, graded), ("num_items", self.num_items, names)):
             for suite in given:
-                if suite not in self.suites:
-                    raise fault(f"the suite {suite} is not in gates.suites ({', '.join(self.suites)})", key, suite)
-        if self.max_kl_mean_nats is not None and "nll" not in self.suites:
-            raise fault(f"needs the suite nll in gates.suites ({', '.join(self.suites)})", "max_kl_mean_nats")
+                if suite == "nll" and key == "max_drop_pp":
+                    raise fault("nll has no right and wrong answers; its gate is max_kl_mean_nats", key, suite)
+                if suite in allowed:
+                    continue
+                if suite in get_args(BuiltinSuite):
+                    raise fault(f"the suite {suite} is not in gates.suites ({', '.join(names)})", key, suite)
+                raise PydanticCustomError("choice", "{allowed}", {"allowed": allowed, "keys": (key, suite)})
+        if self.max_kl_mean_nats is not None and "nll" not in names:
+            raise fault(f"needs the suite nll in gates.suites ({', '.join(names)})", "max_kl_mean_nats")
         return self
 
     @property
-    def suite_options(self) -> dict[str, dict[str, int]]:
+    def suite_names(self) -> tuple[str, ...]:
+        """The suites by name, in the order of the recipe."""
+        return tuple(suite if isinstance(suite, str) else suite.name for suite in self.suites)
+
+    @property
+    def suite_options(self) -> dict[str, dict[str, Any]]:
         """Suite -> its options, as ``quantkit_eval.evaluate.evaluate`` takes them."""
-        return {
-            suite: {ITEM_OPTIONS[suite]: self.num_items[suite]} if suite in self.num_items else {}
-            for suite in self.suites
-        }
+        options: dict[str, dict[str, Any]] = {}
+        for name, suite in zip(self.suite_names, self.suites, strict=True):
+            options[name] = {} if isinstance(suite, str) else suite.model_dump(exclude={"name"})
+            if name in self.num_items:
+                options[name]["max_windows" if name == "nll" else "num_items"] = self.num_items[name]
+        return options
 
     @property
     def limits(self) -> dict[str, Any]:
         """What is judged, as ``quantkit_eval.compare.compare`` takes it."""
-        return self.model_dump(exclude={"num_items"})
+        return self.model_dump(exclude={"num_items"}) | {"suites": self.suite_names}
 
 
 class Report(Section):

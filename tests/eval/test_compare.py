@@ -1,5 +1,6 @@
 """Verdicts on pairs of evaluations whose truth is known, and refusals of pairs that cannot be compared."""
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,8 @@ import pytest
 from quantkit_eval.compare import compare
 from quantkit_eval.errors import EvalError, IncomparableResults, OptionError, RecordError
 from quantkit_eval.evaluate import evaluate
-from quantkit_eval.records import Gate, Verdict, read_verdict, write_throughput, write_verdict
+from quantkit_eval.record_types import Gate, Verdict
+from quantkit_eval.records import read_verdict, write_throughput, write_verdict
 from quantkit_eval.statistics import mcnemar_p, median_ratio, tango_interval
 
 SEED = 11
@@ -253,7 +255,7 @@ def test_an_unjudged_throughput_is_listed(pair: Pair, tmp_path: Path) -> None:
     ("gates", "words"),
     [
         ({"max_drop": {}}, "unknown gate 'max_drop'. Choose from suites, max_drop_pp"),
-        ({"max_drop_pp": {"nll": 5}}, r"max_drop_pp.nll: no suite with right and wrong answers"),
+        ({"max_drop_pp": {"nll": 5}}, r"gate max_drop_pp asks about suite 'nll'"),
         ({"max_drop_pp": {"extract": 0}}, r"max_drop_pp.extract must be a number above 0 and below 100, not 0"),
         ({"max_drop_pp": {"extract": True}}, "not True"),
         ({"max_kl_mean_nats": "low"}, "max_kl_mean_nats must be a number above 0, not 'low'"),
@@ -296,7 +298,10 @@ def edit_samples(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -
     path = folder / "samples.jsonl"
     samples = [json.loads(line) for line in path.read_text().splitlines()]
     change(samples)
-    path.write_text("".join(json.dumps(sample) + "\n" for sample in samples))
+    text = "".join(json.dumps(sample) + "\n" for sample in samples)
+    path.write_text(text)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    edit_result(folder, lambda result: result.update(samples_sha256=sha256))
 
 
 @pytest.mark.parametrize(

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torch import Tensor
 
-from quantkit_eval.errors import ModelOutputError, OptionError
+from quantkit_eval.errors import ModelOutputError, OptionError, RecordError
 from quantkit_eval.evaluate import evaluate
 from quantkit_eval.machine import describe_machine
 from quantkit_eval.protocol import Model
 from quantkit_eval.records import read_result, read_samples
-from quantkit_eval.suites import PRIMARY_METRICS, SUITES, load_suite
+from quantkit_eval.suites import SUITES, load_suite
 
 SUITES_WANTED: dict[str, dict[str, Any]] = {"extract": {"num_items": 70}, "nll": {"max_windows": 4}}
 
@@ -69,7 +70,7 @@ def test_a_candidate_does_not_replace_its_baseline(tmp_path: Path, fake_model: C
 
 @pytest.mark.parametrize(
     ("suites", "words"),
-    [({}, "no suite"), ({"extrct": {}}, "unknown suite 'extrct'. Choose from extract, nll")],
+    [({}, "no suite"), ({"extrct": {}}, "unknown suite 'extrct'. Choose from extract, schema")],
 )
 def test_wrong_suites_are_named_before_the_work(
     tmp_path: Path, fake_model: Callable[..., Any], suites: dict[str, dict[str, Any]], words: str
@@ -79,6 +80,33 @@ def test_wrong_suites_are_named_before_the_work(
         evaluate(model, {"extract": {}} | suites if suites else {}, 0, tmp_path / "a")
     assert model.calls == 0
     assert not (tmp_path / "a").exists()
+
+
+def test_a_reference_that_is_missing_shows_before_the_work(tmp_path: Path, fake_model: Callable[..., Any]) -> None:
+    model = fake_model()
+    with pytest.raises(RecordError, match="nope: no such reference file"):
+        evaluate(model, SUITES_WANTED, 0, tmp_path / "a", tmp_path / "nope")
+    assert model.calls == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made_shows_before_the_work(tmp_path: Path, fake_model: Callable[..., Any]) -> None:
+    (tmp_path / "file").write_text("")
+    model = fake_model()
+    with pytest.raises(RecordError, match="file is no folder"):
+        evaluate(model, SUITES_WANTED, 0, tmp_path / "file" / "a")
+    assert model.calls == 0
+
+
+def test_a_failure_leaves_no_folder_and_names_the_model(tmp_path: Path, fake_model: Callable[..., Any]) -> None:
+    class Broken(fake_model):  # type: ignore[misc,valid-type]
+        def score(self, token_ids: Sequence[int]) -> Tensor:
+            return super().score(token_ids) * float("nan")  # type: ignore[no-any-return]
+
+    words = r"fake, suite 'nll': window 0: score gave NaN or infinite log-probabilities\. Its weights are damaged"
+    with pytest.raises(ModelOutputError, match=words):
+        evaluate(Broken(), SUITES_WANTED, 0, tmp_path / "deep" / "a")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("key", ["model", "engine", "template_hash"])
@@ -91,9 +119,29 @@ def test_a_model_has_to_say_who_it_is(tmp_path: Path, fake_model: Callable[..., 
         evaluate(Anonymous(), {"extract": {"num_items": 1}}, 0, tmp_path)
 
 
-def test_every_suite_loads_and_graded_ones_are_suites() -> None:
+def test_every_suite_loads() -> None:
     assert all(callable(load_suite(name)) for name in SUITES)
-    assert set(PRIMARY_METRICS) <= set(SUITES)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "words"),
+    [("extract", "file", "'extract' of a suite of kind 'file' is taken"), ("mine", "flie", "unknown kind 'flie'")],
+)
+def test_a_users_suite_needs_a_name_and_a_kind(name: str, kind: str, words: str) -> None:
+    with pytest.raises(OptionError, match=words):
+        load_suite(name, kind)
+
+
+def test_items_go_to_the_model_in_batches_of_the_wanted_size(tmp_path: Path, fake_model: Callable[..., Any]) -> None:
+    answers = []
+    for name, batch_items, calls in (("a", 64, 1), ("b", 3, 4)):
+        model = fake_model()
+        evaluate(model, {"extract": {"num_items": 10}}, 0, tmp_path / name, batch_items=batch_items)
+        assert model.calls == calls
+        answers.append((tmp_path / name / "samples.jsonl").read_bytes())
+    assert answers[0] == answers[1]
+    with pytest.raises(OptionError, match="batch_items=0"):
+        evaluate(fake_model(), {"extract": {}}, 0, tmp_path / "c", batch_items=0)
 
 
 def test_the_machine_is_described() -> None:

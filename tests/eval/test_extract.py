@@ -11,8 +11,10 @@ from quantkit_eval.errors import ModelOutputError, OptionError
 from quantkit_eval.evaluate import evaluate
 from quantkit_eval.protocol import Generation, GenerationRequest
 from quantkit_eval.records import read_samples
-from quantkit_eval.suites.extract import measure, read_object
+from quantkit_eval.suites.answers import read_object
+from quantkit_eval.suites.extract import measure
 from quantkit_eval.suites.extract_items import PROMPTS, TEMPLATES, generate_items
+from quantkit_eval.suites.graded import Item
 
 GOLD = {"name": "Zoë", "age": 41, "city": "Mexico City"}
 RIGHT = json.dumps(GOLD, ensure_ascii=False)
@@ -60,24 +62,29 @@ def test_the_first_brace_starts_the_answer(output: str, value: object, only_json
     ],
 )
 def test_fields_count_one_by_one(answer: dict[str, object], correct: int, exact: bool) -> None:
-    metrics = measure(GOLD, json.dumps(answer), "stop")
+    metrics = measure(Item("a", "", GOLD), json.dumps(answer))
     assert metrics == {
         "parse_ok": True,
         "exact": exact,
         "fields_correct": correct,
         "fields_total": 3,
-        "truncated": False,
         "only_json": True,
     }
 
 
 def test_true_is_not_one() -> None:
-    assert measure({"count": 1}, '{"count": true}', "stop")["fields_correct"] == 0
+    assert measure(Item("a", "", {"count": 1}), '{"count": true}')["fields_correct"] == 0
 
 
-def test_an_answer_that_ran_into_the_limit_is_truncated() -> None:
-    metrics = measure(GOLD, '{"name": "Zoë", "age": 41', "length")
+def test_an_answer_that_ran_into_the_limit_is_truncated(tmp_path: Path, fake_model: Callable[..., Any]) -> None:
+    evaluate(
+        fake_model(lambda request: '{"name": "Zoë", "age": 41' + " " * 500), {"extract": {"num_items": 1}}, 0, tmp_path
+    )
+    (sample,) = read_samples(tmp_path / "samples.jsonl")
+    assert sample["finish_reason"] == "length"
+    metrics = sample["metrics"]
     assert (metrics["parse_ok"], metrics["exact"], metrics["truncated"]) == (False, False, True)
+    assert metrics["whitespace_run"] == 64 * 4 - len('{"name": "Zoë", "age": 41'.encode())
 
 
 def test_items_depend_on_the_seed_alone_and_a_longer_run_begins_with_the_shorter() -> None:

@@ -13,7 +13,7 @@ from quantkit_eval.errors import EvalError, RecordError
 from quantkit_eval.protocol import hash_token_ids
 
 HASH = "0" * 64
-KINDS: tuple[records.Kind, ...] = ("sample", "result", "throughput", "verdict")
+KINDS: tuple[records.Kind, ...] = ("sample", "result", "throughput", "verdict", "comparison")
 
 
 def sample(**changes: Any) -> dict[str, Any]:
@@ -51,7 +51,14 @@ def metric(**changes: Any) -> dict[str, Any]:
 
 
 def result(**changes: Any) -> dict[str, Any]:
-    suite = {"items_hash": HASH, "num_items": 4, "options": {}, "metrics": {"exact": metric()}, "histograms": {}}
+    suite = {
+        "items_hash": HASH,
+        "num_items": 4,
+        "options": {},
+        "primary_metric": "exact",
+        "metrics": {"exact": metric()},
+        "histograms": {},
+    }
     machine = {
         "platform": "p",
         "cpu": "c",
@@ -69,6 +76,7 @@ def result(**changes: Any) -> dict[str, Any]:
         "sampling": {"temperature": 0.0, "top_p": 1.0},
         "seed": 0,
         "machine": machine,
+        "samples_sha256": HASH,
         "suites": {"extract": suite},
     } | changes
 
@@ -195,10 +203,21 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(records.os, "fsync", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(RecordError, match=r"result\.json: cannot be written \(No space left on device\)"):
         records.write_result(path, result(seed=1))  # type: ignore[arg-type]
     assert records.read_result(path) == result()
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize("place", ["", "file/a.json", "file/deep/a.json"])
+def test_a_place_that_cannot_be_written_is_known_beforehand(tmp_path: Path, place: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RecordError, match="cannot be written"):
+        records.check_writable(tmp_path / place)
+    with pytest.raises(RecordError, match="cannot be written"):
+        records.write_result(tmp_path / place, result())  # type: ignore[arg-type]
+    records.check_writable(tmp_path / "new" / "deep" / "a.json")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
 @pytest.mark.parametrize(
@@ -228,6 +247,8 @@ def test_an_exit_code_that_does_not_fit_the_verdict_is_refused() -> None:
         "gates": [],
         "unjudged": [],
         "flipped": [],
+        "changes": [],
+        "noise_floor": None,
         "baseline": party,
         "candidate": party,
     }

@@ -61,6 +61,16 @@ def test_models_take_turns_and_the_drift_cancels(tmp_path: Path, timed_model: Ca
     assert read_throughput(tmp_path / "throughput.json") == throughput
 
 
+def test_a_single_pair_gives_no_interval(tmp_path: Path, timed_model: Callable[..., Any]) -> None:
+    clock = Clock()
+    a, b = timed_model("A", clock, 0.01, []), timed_model("B", clock, 0.005, [])
+    throughput = measure_throughput(a, b, (1,), new_tokens=8, repeats=1, clock=clock)
+    ratio = throughput["batches"]["decode_batch_1"]["ratio"]
+    assert ratio["value"] > 1
+    assert ratio["interval"] is ratio["confidence"] is None
+    write_throughput(tmp_path / "throughput.json", throughput)
+
+
 def test_too_few_tokens_are_an_error(timed_model: Callable[..., Any]) -> None:
     clock, log = Clock(), []
     a, b = timed_model("A", clock, 0.01, log), timed_model("B", clock, 0.01, log, short=1)

@@ -1,13 +1,14 @@
 """The items that only one of the two models got right, cut to what a page can hold."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from quantkit_eval.records import Flipped, Sample
+from quantkit_eval.record_types import Flipped, Sample
 from quantkit_eval.report.diff import Segment, mark_differences
 from quantkit_eval.report.inputs import ReportInput
+from quantkit_eval.report.notes import notes
 from quantkit_eval.report.quantities import number
 
 _LEAD = 4  # a cut output starts a quarter of its length before the divergence
@@ -67,6 +68,7 @@ def flipped_items(run: ReportInput) -> list[Flip]:
 
 def _flip(item: Flipped, before: Sample | None, after: Sample | None) -> Flip:
     marked = mark_differences(item["baseline_output"], item["candidate_output"])
+    regressed = item["direction"] == "regressed"
     return Flip(
         suite=item["suite"],
         id=item["id"],
@@ -74,33 +76,14 @@ def _flip(item: Flipped, before: Sample | None, after: Sample | None) -> Flip:
         prompt=item["prompt"],
         gold=gold_text(item["gold"]),
         divergence=marked.divergence,
-        baseline=Side(marked.baseline, 0, 0, _notes(before)),
-        candidate=Side(marked.candidate, 0, 0, _notes(after)),
+        baseline=Side(marked.baseline, 0, 0, notes(before, right=regressed)),
+        candidate=Side(marked.candidate, 0, 0, notes(after, right=not regressed)),
     )
 
 
 def gold_text(gold: Any) -> str:
     """A gold value as people read it: text as it is, everything else as JSON."""
     return gold if isinstance(gold, str) else json.dumps(gold, ensure_ascii=False)
-
-
-def _notes(sample: Sample | None) -> tuple[str, ...]:
-    """What the metrics of an item say, worst first."""
-    if sample is None:
-        return ()
-    metrics: Mapping[str, Any] = sample["metrics"]
-    notes = []
-    if metrics.get("exact") is True:
-        notes.append("right")
-    if metrics.get("parse_ok") is False:
-        notes.append("no JSON found")
-    elif "fields_total" in metrics and not metrics.get("exact"):
-        notes.append(f"{metrics.get('fields_correct')} of {metrics['fields_total']} fields right")
-    if metrics.get("schema_ok") is False:
-        notes.append("does not fit its schema")
-    if metrics.get("truncated"):
-        notes.append("cut off at the token limit")
-    return tuple(notes)
 
 
 def shortened(flip: Flip, limit: int) -> Flip:

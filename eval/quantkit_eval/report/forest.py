@@ -2,7 +2,7 @@
 
 from markupsafe import Markup
 
-from quantkit_eval.records import Gate
+from quantkit_eval.record_types import Gate
 from quantkit_eval.report import svg
 from quantkit_eval.report.gates import (
     OUTCOME_WORDS,

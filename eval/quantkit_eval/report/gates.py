@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from quantkit_eval.records import Gate, Outcome
+from quantkit_eval.record_types import Gate, Outcome
 from quantkit_eval.report.quantities import MISSING, RATIO, SHARE, Unit, number, unit_named
 
 OUTCOME_WORDS: dict[Outcome, str] = {"pass": "Pass", "fail": "Fail", "inconclusive": "Inconclusive"}
@@ -20,7 +20,17 @@ SUBJECTS = {
 METRICS = {
     "exact": "exactly right",
     "parse_ok": "parses",
-    "schema_ok": "fits its schema",
+    "schema_ok": "valid for the schema",
+    "followed": "as told",
+    "tool_ok": "right tool, or rightly none",
+    "answer_ok": "right answer",
+    "step_accuracy": "steps right",
+    "rule_accuracy": "rules followed",
+    "other_key": "value of another key",
+    "contained": "text somewhere in the output",
+    "looped": "repeats itself to the end",
+    "whitespace_run": "longest run of white space",
+    "replacement_chars": "U+FFFD characters",
     "only_json": "nothing but JSON",
     "truncated": "cut off at the token limit",
     "field_accuracy": "fields right",
@@ -37,6 +47,12 @@ METRICS = {
 def subject(suite: str) -> str:
     """What a suite is about, in plain words; a user's own suite keeps its name."""
     return SUBJECTS.get(suite, suite)
+
+
+def title(suite: str) -> str:
+    """The subject at the beginning of a line; only its first letter changes, JSON stays JSON."""
+    words = subject(suite)
+    return words[:1].upper() + words[1:]
 
 
 def metric_words(metric: str) -> str:
@@ -75,6 +91,12 @@ def allowed_side(gate: Gate) -> Literal["above", "below"]:
     return "above"
 
 
+def is_beyond(gate: Gate) -> bool:
+    """Whether the measured value itself lies on the forbidden side; a loss may be proven and still lie within."""
+    value, limit = gate["value"], boundary(gate)
+    return value is not None and (value < limit if allowed_side(gate) == "above" else value > limit)
+
+
 def counted(gate: Gate) -> str:
     """What the gate's n and its needed number count."""
     return {"non_inferiority": "items", "upper_bound": "windows", "ratio": "pairs of runs"}[gate["kind"]]
@@ -92,11 +114,15 @@ def no_change(gate: Gate) -> float:
 
 def requirement(gate: Gate) -> str:
     """What the gate asks: ``at most 5 pp lower``."""
-    unit, limit = value_unit(gate), gate["limit"]
     if gate["kind"] == "non_inferiority":
-        amount = unit.difference(limit).removeprefix("+")
-        return f"at most {amount} {'lower' if gate['direction'] == 'higher_is_better' else 'higher'}"
-    return f"at {'least' if allowed_side(gate) == 'above' else 'most'} {unit.value(limit)}"
+        return f"at most {amount(gate)} {'lower' if gate['direction'] == 'higher_is_better' else 'higher'}"
+    return f"at {'least' if allowed_side(gate) == 'above' else 'most'} {amount(gate)}"
+
+
+def amount(gate: Gate) -> str:
+    """The limit without a sign: ``5 pp``."""
+    unit = value_unit(gate)
+    return unit.difference(gate["limit"]).removeprefix("+") if is_difference(gate) else unit.value(gate["limit"])
 
 
 def level(gate: Gate, side: Literal["baseline", "candidate"]) -> str:

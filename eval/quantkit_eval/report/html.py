@@ -13,6 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from quantkit_eval.report import provenance, sections
+from quantkit_eval.report.changes import change_rows, noise_line
 from quantkit_eval.report.flips import Flip, Side, flipped_items, shortened
 from quantkit_eval.report.gates import OUTCOME_WORDS
 from quantkit_eval.report.inputs import ReportInput
@@ -25,6 +26,7 @@ MAX_NAMES = 4000  # items listed by name where texts do not fit
 FIRST_ITEMS, OPEN_ITEMS = 20, 3
 _COUNTS = re.compile(r"\S+ of \S+ → \S+ of \S+|(?<=[(,] )\S+ \S+(?=[,)])")
 EXCERPT = 90  # characters of a prompt in a closed item
+LAST_TURN = "\n\n[user]\n"  # of a chat, where what differs from item to item begins
 
 
 def render_html(run: ReportInput) -> str:
@@ -67,8 +69,12 @@ def _page(run: ReportInput, flips: Sequence[Flip]) -> dict[str, Any]:
         "created": run.verdict["created"],
         "when": instant(run.verdict["created"]),
         "gates": sections.gate_rows(run),
+        "confidence_line": sections.confidence_line(run),
         "unjudged": sections.unjudged_rows(run),
+        "unjudged_confidence": sections.unjudged_confidence(run),
         "absent": sections.absences(run),
+        "changes": change_rows(run),
+        "noise_line": noise_line(run),
         "flip_total": len(flips),
         "flip_words": flip_words(flips),
         "suites": sorted({flip.suite for flip in flips}),
@@ -160,7 +166,7 @@ def _render_item(flip: Flip, *, opened: bool) -> Markup:
         "id": flip.id,
         "direction": flip.direction,
         "open": opened,
-        "excerpt": shorten(flip.prompt, EXCERPT),
+        "excerpt": shorten(flip.prompt.rpartition(LAST_TURN)[2], EXCERPT),
         "notes": ", ".join((flip.candidate if flip.direction == "regressed" else flip.baseline).notes),
         "prompt": flip.prompt,
         "gold": flip.gold,

@@ -4,23 +4,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from quantkit_eval.comparability import Evaluation, check_measured_models
 from quantkit_eval.errors import RecordError
-from quantkit_eval.records import (
-    RESULT_FILE,
-    SAMPLES_FILE,
-    THROUGHPUT_FILE,
-    VERDICT_FILE,
-    Result,
-    Sample,
-    Throughput,
-    Verdict,
-    read_result,
-    read_samples,
-    read_throughput,
-    read_verdict,
-)
+from quantkit_eval.record_types import Result, Sample, Throughput, Verdict
+from quantkit_eval.records import RESULT_FILE, THROUGHPUT_FILE, VERDICT_FILE, read_throughput, read_verdict
+from quantkit_eval.report.quantities import shorten
 from quantkit_eval.report.visible import visible_record
 
 CHECKPOINT_RECORD = "quantkit.json"
@@ -56,28 +46,64 @@ class ReportInput:
         return ReportInput(**{field.name: visible_record(getattr(self, field.name)) for field in fields(self)})
 
 
-def load_report_input(records: Path, checkpoint: Path | None = None) -> ReportInput:
-    """Read the records of a run.
+def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_hash: str | None = None) -> ReportInput:
+    """Read the records of a run, if they belong together.
 
     Args:
         records: folder with verdict.json, baseline/, candidate/ and perhaps throughput.json.
         checkpoint: folder of the candidate, for its quantkit.json and the size of its weights. Without it, or if it
             has no quantkit.json (it came from elsewhere, or is the original), the report has no layers and no recipe.
+        checkpoint_hash: of that folder, as ``Model.describe()`` gives it; it has to be the candidate's. None is for a
+            caller that evaluated the folder itself.
 
     Raises:
-        RecordError: a record is missing, damaged or does not fit its schema.
+        RecordError: a record is missing, damaged or does not fit its schema, or the verdict or the checkpoint is not
+            about these records.
+        IncomparableResults: the throughput is of other models.
     """
-    throughput = records / THROUGHPUT_FILE
+    verdict = read_verdict(records / VERDICT_FILE)
+    baseline, candidate = (_read_side(records, verdict, side) for side in ("baseline", "candidate"))
+    judged = candidate.result["model"].get("checkpoint_hash")
+    if checkpoint_hash not in (None, judged):
+        raise RecordError(
+            f"{checkpoint} is not the candidate of this verdict: its hash is {str(checkpoint_hash)[:16]}, "
+            f"judged was {str(judged)[:16]}",
+            fix="Name the folder that was evaluated",
+        )
+    speeds = records / THROUGHPUT_FILE
+    throughput = read_throughput(speeds) if speeds.exists() else None
+    if throughput:
+        check_measured_models(throughput, baseline, candidate)
     return ReportInput(
-        verdict=read_verdict(records / VERDICT_FILE),
-        baseline=read_result(records / "baseline" / RESULT_FILE),
-        candidate=read_result(records / "candidate" / RESULT_FILE),
-        baseline_samples=read_samples(records / "baseline" / SAMPLES_FILE),
-        candidate_samples=read_samples(records / "candidate" / SAMPLES_FILE),
-        throughput=read_throughput(throughput) if throughput.exists() else None,
+        verdict=verdict,
+        baseline=baseline.result,
+        candidate=candidate.result,
+        baseline_samples=baseline.all_samples(),
+        candidate_samples=candidate.all_samples(),
+        throughput=throughput,
         checkpoint=_read_checkpoint_record(checkpoint / CHECKPOINT_RECORD) if checkpoint else None,
         weights_bytes=_weights_bytes(checkpoint) if checkpoint else None,
     )
+
+
+def _read_side(records: Path, verdict: Verdict, side: Literal["baseline", "candidate"]) -> Evaluation:
+    """The records of one model, if they are those that the verdict is about."""
+    folder = records / side
+    if not (folder / RESULT_FILE).exists():
+        raise RecordError(
+            f"{folder / RESULT_FILE}: no such file",
+            fix=f"A report needs the records that were judged as baseline/ and candidate/ beside {VERDICT_FILE}",
+        )
+    evaluation = Evaluation.read(folder)
+    party = evaluation.party()
+    differs = next((key for key in party if verdict[side].get(key) != party[key]), None)
+    if differs:
+        raise RecordError(
+            f"{records / VERDICT_FILE} is not about {folder}: its {side} has {differs} "
+            f"{shorten(str(verdict[side].get(differs)), 80)}, {RESULT_FILE} has {shorten(str(party[differs]), 80)}",
+            fix="Compare these records again",
+        )
+    return evaluation
 
 
 def _read_checkpoint_record(path: Path) -> Mapping[str, Any] | None:

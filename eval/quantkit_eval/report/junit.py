@@ -7,7 +7,7 @@ beside a red job. A run without gates has one skipped case, because several read
 
 from xml.etree.ElementTree import Element, SubElement, indent, tostring
 
-from quantkit_eval.records import Gate
+from quantkit_eval.record_types import Gate
 from quantkit_eval.report.gates import change, level, metric_words, needed, requirement, subject
 from quantkit_eval.report.inputs import ReportInput
 from quantkit_eval.report.provenance import model_name

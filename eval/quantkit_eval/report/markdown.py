@@ -7,7 +7,8 @@ fence nor mention a user nor open an HTML element; everything else goes through 
 import re
 from collections.abc import Sequence
 
-from quantkit_eval.records import Outcome
+from quantkit_eval.record_types import Outcome
+from quantkit_eval.report.changes import noise_line
 from quantkit_eval.report.flips import Flip, Side, flipped_items, shortened
 from quantkit_eval.report.gates import OUTCOME_WORDS, change, level, metric_words, needed, requirement, subject
 from quantkit_eval.report.html import flip_words
@@ -37,6 +38,7 @@ def render_markdown(run: ReportInput) -> str:
         *_facts(run),
         *_gates(run),
         *_unjudged(run),
+        *([plain(line), ""] if (line := noise_line(run)) else []),
         *_flips(flipped_items(run)),
         _provenance(run),
     ]

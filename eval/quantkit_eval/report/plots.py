@@ -5,7 +5,7 @@ from statistics import median
 
 from markupsafe import Markup
 
-from quantkit_eval.records import Histogram, Outcome, ThroughputBatch
+from quantkit_eval.record_types import Histogram, Outcome, ThroughputBatch
 from quantkit_eval.report import svg
 from quantkit_eval.report.quantities import RATIO, number, percent, ratio
 
@@ -103,10 +103,9 @@ def throughput_plot(
     wide = width >= 560
     row = _BATCH_HEIGHT if wide else 2 * _BATCH_HEIGHT - 10
     rates = svg.Scale(0, top, 2, 0.5 * width if wide else width - 76)
-    span = [end for _, batch in order for end in batch["ratio"]["interval"]] + [
-        1.0,
-        *(limit for limit, _ in limits.values()),
-    ]
+    span = [1.0, *(limit for limit, _ in limits.values())]
+    for _, batch in order:
+        span += [batch["ratio"]["value"], *(batch["ratio"]["interval"] or ())]
     room = 0.08 * (max(span) - min(span)) or 0.1
     factors = svg.Scale(min(span) - room, max(span) + room, 0.64 * width if wide else 12, width - 12)
     parts, said = _legend(factors.start if wide else None, bool(limits)), []
@@ -114,8 +113,8 @@ def throughput_plot(
         y = index * row + 44
         parts += _rates(batch, rates, y)
         parts += _factor(batch, limits.get(name), factors, y if wide else y + _BATCH_HEIGHT - 8)
-        interval = RATIO.interval(batch["ratio"]["interval"])
-        said.append(f"Batch {batch['batch_size']}: {ratio(batch['ratio']['value'])} ({interval})")
+        interval = f" ({RATIO.interval(batch['ratio']['interval'])})" if batch["ratio"]["interval"] else ""
+        said.append(f"Batch {batch['batch_size']}: {ratio(batch['ratio']['value'])}{interval}")
     height = len(order) * row + 50
     for tick in factors.ticks(4):
         parts.append(svg.label(factors(tick), height - 6, ratio(tick), "label", "middle"))
@@ -144,6 +143,7 @@ def _rates(batch: ThroughputBatch, scale: svg.Scale, y: float) -> list[Markup]:
         top, middle = y + 6 + 18 * index, median(rates)
         title = svg.element("title", f"{side}: {', '.join(number(rate) for rate in rates)} tok/s")
         parts.append(svg.box(scale.start, top, scale(middle) - scale.start, 14, f"side {side}", title))
+        parts.append(svg.line(scale(min(rates)), top + 7, scale(max(rates)), top + 7, "run"))
         parts += [svg.line(scale(rate), top + 3, scale(rate), top + 11, "run") for rate in rates]
         parts.append(svg.label(scale(max(rates)) + 6, top + 11, f"{number(middle)} tok/s", "label"))
     return parts
@@ -151,7 +151,7 @@ def _rates(batch: ThroughputBatch, scale: svg.Scale, y: float) -> list[Markup]:
 
 def _factor(batch: ThroughputBatch, limited: tuple[float, Outcome] | None, scale: svg.Scale, y: float) -> list[Markup]:
     top, bottom, middle = y + 5, y + 39, y + 22
-    low, high = (scale(end) for end in batch["ratio"]["interval"])
+    ends = [scale(end) for end in batch["ratio"]["interval"] or ()]
     value = scale(batch["ratio"]["value"])
     parts = []
     tone = "estimate"
@@ -162,8 +162,8 @@ def _factor(batch: ThroughputBatch, limited: tuple[float, Outcome] | None, scale
         parts.append(svg.line(scale(limit), top, scale(limit), bottom, "limit"))
     parts += [
         svg.line(scale(1.0), top, scale(1.0), bottom, "no-change"),
-        svg.line(low, middle, high, middle, tone),
-        *(svg.line(x, middle - 5, x, middle + 5, tone) for x in (low, high)),
+        *([svg.line(ends[0], middle, ends[1], middle, tone)] if ends else []),
+        *(svg.line(x, middle - 5, x, middle + 5, tone) for x in ends),
         svg.element("circle", cx=value, cy=middle, r=4.5, class_=tone),
         svg.line(scale.start, bottom, scale.stop, bottom, "axis"),
     ]

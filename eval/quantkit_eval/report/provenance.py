@@ -110,9 +110,17 @@ def _model_line(model: Mapping[str, Any]) -> str:
         parts.append(f"revision {model['revision']}")
     if model.get("scheme"):
         parts.append(str(model["scheme"]))
+    if model.get("dequantized_from"):
+        parts.append(dequantized_words(model))
     if model.get("checkpoint_hash"):
         parts.append(f"hash {str(model['checkpoint_hash'])[:16]}")
     return ", ".join(part for part in parts if part)
+
+
+def dequantized_words(model: Mapping[str, Any]) -> str:
+    """What a model that came as a quantized file really is; empty for another."""
+    origin = model.get("dequantized_from")
+    return f"dequantized to 16 bits from {origin['file']} ({size(origin['file_bytes'])})" if origin else ""
 
 
 def _engine_words(engine: Mapping[str, Any]) -> list[str]:

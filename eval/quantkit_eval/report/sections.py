@@ -8,7 +8,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from quantkit_eval.records import Gate, Histogram, Metric, Result
+from quantkit_eval.record_types import Gate, Histogram, Metric, Result
 from quantkit_eval.report import layers as layer_plots
 from quantkit_eval.report import plots
 from quantkit_eval.report.forest import gate_forest
@@ -21,7 +21,7 @@ from quantkit_eval.report.gates import (
     metric_words,
     needed,
     requirement,
-    subject,
+    title,
     value_unit,
 )
 from quantkit_eval.report.inputs import ReportInput
@@ -62,14 +62,14 @@ def _gate_row(gate: Gate, key: str) -> dict[str, Any]:
     return {
         "code": gate["name"],
         "breakable_code": Markup("<wbr>").join(re.split(r"(?<=[._])", gate["name"])),
-        "title": subject(gate["suite"]).capitalize(),
+        "title": title(gate["suite"]),
         "asked": f"{metric_words(gate['metric'])}, {requirement(gate)}",
         "baseline": level(gate, "baseline"),
         "candidate": level(gate, "candidate"),
         "change": change(gate),
         "forest": gate_forest(gate, key),
         "interval": interval_line(gate),
-        "test": test_parts(gate),
+        "test": test_line(gate),
         "outcome": gate["verdict"],
         "outcome_word": OUTCOME_WORDS[gate["verdict"]],
         "needed": needed(gate),
@@ -78,11 +78,40 @@ def _gate_row(gate: Gate, key: str) -> dict[str, Any]:
 
 
 def interval_line(gate: Gate) -> str:
-    """Both ends of the interval and its confidence."""
+    """Both ends of the interval and its confidence, which is two-sided."""
     if gate["interval"] is None:
         return MISSING
-    confidence = f", {number(round(100 * gate['confidence'], 1))}%" if gate["confidence"] else ""
+    confidence = f", two-sided {_rounded(gate['confidence'])}%" if gate["confidence"] else ""
     return value_unit(gate).interval(gate["interval"], of_difference=is_difference(gate)) + confidence
+
+
+def _rounded(confidence: float) -> str:
+    return number(round(100 * confidence, 1))
+
+
+def confidence_line(run: ReportInput) -> str:
+    """How the two-sided intervals and the one-sided confidence of the sentences go together."""
+    alpha = run.verdict["alpha"]
+    words = (
+        f"Intervals are two-sided. At {_rounded(1 - 2 * alpha)}% each end alone errs in {_rounded(alpha)}% of cases, "
+        f"and only the end towards the limit decides: hence {_rounded(1 - alpha)}% where a sentence speaks of one end."
+    )
+    levels = {gate["confidence"] for gate in run.verdict["gates"] if gate["kind"] == "ratio" and gate["confidence"]}
+    if levels - {1 - 2 * alpha}:
+        words += " An interval of speed runs from one measured pair to another, so its level is what the pairs give."
+    return words
+
+
+def unjudged_confidence(run: ReportInput) -> str:
+    """The level of the intervals that ``unjudged_rows`` shows, if they share one."""
+    levels = {
+        metric["confidence"]
+        for result in (run.baseline, run.candidate)
+        for record in result["suites"].values()
+        for metric in record["metrics"].values()
+        if metric["interval"] and metric["confidence"]
+    }
+    return f", {_rounded(levels.pop())}%" if len(levels) == 1 else ""
 
 
 def test_parts(gate: Gate) -> list[str]:
@@ -114,7 +143,7 @@ def unjudged_rows(run: ReportInput) -> list[dict[str, str]]:
             texts.append(unit.value(side) + (f" ({unit.interval(interval)})" if interval else ""))
         rows.append(
             {
-                "words": f"{subject(entry['suite']).capitalize()}: {metric_words(entry['metric'])}",
+                "words": f"{title(entry['suite'])}: {metric_words(entry['metric'])}",
                 "code": f"{entry['suite']}.{entry['metric']}",
                 "baseline": texts[0],
                 "candidate": texts[1],
@@ -183,10 +212,13 @@ def throughput_plot(run: ReportInput) -> Plot | None:
         for gate in run.verdict["gates"]
         if gate["kind"] == "ratio" and gate["metric"] in batches
     }
-    confidence = min(batch["ratio"]["confidence"] for batch in batches.values())
+    levels = [batch["ratio"]["confidence"] for batch in batches.values()]
+    with_interval = (
+        f"with its two-sided {_rounded(min(filter(None, levels)))}% interval" if all(levels) else "as measured"
+    )
     caption = (
-        f"Measured in turns ({run.throughput['settings']['order']}). Bars are medians, the ticks in them single runs. "
-        f"The ratio is shown with its {number(round(100 * confidence, 1))}% interval; above {TIMES}1 it is faster."
+        f"Measured in turns ({run.throughput['settings']['order']}). Bars are medians, the ticks single runs. "
+        f"The ratio is shown {with_interval}; above {TIMES}1 it is faster."
     )
     drawn = [plots.throughput_plot(batches, limits, f"throughput-{width}", width) for width in (WIDE, NARROW)]
     return Plot("Decoding speed by batch size", caption, *drawn)

@@ -4,8 +4,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from quantkit_eval.records import Gate, Outcome
-from quantkit_eval.report.gates import level, limit_words, metric_words, short_metric, subject, value_unit
+from quantkit_eval.record_types import Gate, Outcome
+from quantkit_eval.report.gates import (
+    amount,
+    is_beyond,
+    level,
+    limit_words,
+    metric_words,
+    short_metric,
+    subject,
+    title,
+    value_unit,
+)
 from quantkit_eval.report.inputs import ReportInput
 from quantkit_eval.report.quantities import RATIO, TIMES, number, ratio, size
 
@@ -59,7 +69,8 @@ def _failed(gate: Gate) -> str:
         before, after = gate["baseline"], gate["candidate"]
         broke = before and after is not None and gate["direction"] == "higher_is_better" and after < _BROKEN * before
         found = f"{_before_after(gate)} {metric_words(gate['metric'])}"
-        return f"{subject(gate['suite'])} {'broke' if broke else 'got worse'}: {found}"
+        unsure = "" if is_beyond(gate) else f", which is proven; whether by more than the {amount(gate)} allowed is not"
+        return f"{subject(gate['suite'])} {'broke' if broke else 'got worse'}: {found}{unsure}"
     value = value_unit(gate).value(gate["value"])
     if gate["kind"] == "ratio":
         slow = "slower" if gate["direction"] == "higher_is_better" else "higher"
@@ -106,20 +117,23 @@ def _size_fact(run: ReportInput) -> list[Fact]:
     if both is None:
         return []
     before, after, counted = both
-    return [
-        Fact("Size", f"{number(round(before / after, 2))}{TIMES} smaller", f"{size(before)} → {size(after)}, {counted}")
-    ]
+    detail = f"{size(before)} → {size(after)}, {counted}"
+    origin = run.baseline["model"].get("dequantized_from")
+    if origin:
+        detail += f"; before: 16 bits, dequantized from a file of {size(origin['file_bytes'])}"
+    return [Fact("Size", f"{number(round(before / after, 2))}{TIMES} smaller", detail)]
 
 
 def _answers_fact(run: ReportInput) -> list[Fact]:
-    gate = next((gate for gate in run.verdict["gates"] if gate["kind"] == "non_inferiority"), None)
-    if gate is None:
+    gates = [gate for gate in run.verdict["gates"] if gate["kind"] == "non_inferiority"]
+    if not gates:
         return []
+    gate = next((gate for gate in gates if gate["verdict"] == run.verdict["verdict"]), gates[0])  # the deciding one
     value = _before_after(gate)
     counts = f" of {gate['n']}"
     if value.count(counts) == 2:
         value = value.replace(counts, "", 1)
-    return [Fact(subject(gate["suite"]).capitalize(), value, metric_words(gate["metric"]))]
+    return [Fact(title(gate["suite"]), value, metric_words(gate["metric"]))]
 
 
 def _drift_fact(run: ReportInput) -> list[Fact]:
@@ -137,5 +151,7 @@ def _speed_fact(run: ReportInput) -> list[Fact]:
         return []
     batch = min(run.throughput["batches"].values(), key=lambda entry: entry["batch_size"])
     rates = " → ".join(number(median(batch[side])) for side in ("baseline_tok_per_s", "candidate_tok_per_s"))
-    detail = f"{rates} tok/s, {RATIO.interval(batch['ratio']['interval'])}"
+    detail = f"{rates} tok/s" + (
+        f", {RATIO.interval(batch['ratio']['interval'])}" if batch["ratio"]["interval"] else ""
+    )
     return [Fact(f"Speed at batch {number(batch['batch_size'])}", ratio(batch["ratio"]["value"]), detail)]

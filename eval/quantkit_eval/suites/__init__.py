@@ -1,6 +1,7 @@
 """What a model can be asked: each suite generates its items from a seed, asks the model and measures the answers.
 
-A suite is one module with a function ``run(SuiteRun) -> SuiteOutcome``, and a line in each table below.
+A suite is one module with a function ``run(SuiteRun) -> SuiteOutcome``, and a line in the table below. Those with right
+and wrong answers are ``GradedSuite``s and share how they ask and summarise; ``nll`` has no answers and does without.
 """
 
 import importlib
@@ -11,15 +12,20 @@ from typing import Any, TypeVar, cast
 
 from quantkit_eval.errors import OptionError
 from quantkit_eval.protocol import Model
-from quantkit_eval.records import Sample, SuiteRecord
+from quantkit_eval.record_types import Sample, SuiteRecord
 
 SUITES = {  # name in a recipe -> "module:function"; imported on first use
     "extract": "quantkit_eval.suites.extract:run",
+    "schema": "quantkit_eval.suites.schema:run",
+    "tools": "quantkit_eval.suites.tools:run",
+    "arith": "quantkit_eval.suites.arith:run",
+    "needle": "quantkit_eval.suites.needle:run",
+    "scripts": "quantkit_eval.suites.scripts:run",
+    "instructions": "quantkit_eval.suites.instructions:run",
     "nll": "quantkit_eval.suites.nll:run",
 }
-PRIMARY_METRICS = {  # the right-or-wrong metric of an item that a max_drop_pp gate judges
-    "extract": "exact",
-}
+KINDS = {"file": "quantkit_eval.suites.file:run"}  # value of the option ``kind`` -> the same, under a name of its own
+BATCH_ITEMS = 64  # items handed to the model at once: enough for its batching, few enough for a progress bar
 
 Progress = Callable[[str, int, int], None]  # suite, items done, items in all
 Options = TypeVar("Options")
@@ -30,20 +36,24 @@ class SuiteRun:
     """What a suite is given.
 
     Attributes:
+        name: of the suite in the records.
         model: the model under evaluation.
         options: of the suite, as the user gave them; ``parse_options`` checks them.
         seed: of the items; equal seeds give equal items.
         folder: where the suite may leave files of its own beside the records.
         reference: the folder of the baseline's records or its nll.safetensors; None if this is the baseline.
         progress: called after each batch with the items done and the items in all.
+        batch_items: items handed to the model at once.
     """
 
+    name: str
     model: Model
     options: Mapping[str, Any]
     seed: int
     folder: Path
     reference: Path | None
     progress: Callable[[int, int], None]
+    batch_items: int = BATCH_ITEMS
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,15 +67,19 @@ class SuiteOutcome:
 Suite = Callable[[SuiteRun], SuiteOutcome]
 
 
-def load_suite(name: str) -> Suite:
-    """The suite of that name.
+def load_suite(name: str, kind: str | None = None) -> Suite:
+    """The suite of that name, or the one of a kind under a name of the user's choice.
 
     Raises:
-        OptionError: there is none.
+        OptionError: there is none, or the user's name is taken.
     """
-    if name not in SUITES:
+    if kind is None and name not in SUITES:
         raise OptionError(f"unknown suite {name!r}", fix=f"Choose from {', '.join(SUITES)}")
-    module, _, function = SUITES[name].partition(":")
+    if kind is not None and name in (*SUITES, "throughput"):
+        raise OptionError(f"the name {name!r} of a suite of kind {kind!r} is taken", fix="Choose another name")
+    if kind is not None and kind not in KINDS:
+        raise OptionError(f"suite {name!r} is of unknown kind {kind!r}", fix=f"Choose from {', '.join(KINDS)}")
+    module, _, function = (SUITES[name] if kind is None else KINDS[kind]).partition(":")
     return cast(Suite, getattr(importlib.import_module(module), function))
 
 

@@ -1,15 +1,15 @@
-"""The items of ``extract``: sentences with known facts, drawn by seed from lists in ``data/extract.json``.
+"""The items of ``extract``: sentences with known facts, drawn by seed from lists in ``data/words.json``.
 
 The facts are few and the sentences short, because the suite must be neither a floor nor a ceiling for a model of 10**8
 parameters: what it is to find out is whether a quantized model still does what its original does most of the time.
 """
 
-import json
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.resources import files
+
+from quantkit_eval.suites.graded import Item
+from quantkit_eval.suites.words import word_list
 
 # Wordings in turn: one wording alone measures its own brittleness more than it measures JSON (docs/DECISIONS.md).
 PROMPTS = (
@@ -27,7 +27,7 @@ class Template:
 
     Attributes:
         sentence: with the fields in braces, in the order in which the answer lists them.
-        fields: key of the answer -> list in data/extract.json, or (smallest, largest) number.
+        fields: key of the answer -> list in data/words.json, or (smallest, largest) number.
     """
 
     sentence: str
@@ -56,22 +56,7 @@ TEMPLATES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class ExtractItem:
-    """One question with its answer.
-
-    Attributes:
-        id: template and running number.
-        prompt: the user's turn.
-        gold: the right object.
-    """
-
-    id: str
-    prompt: str
-    gold: Mapping[str, str | int]
-
-
-def generate_items(num_items: int, seed: int) -> list[ExtractItem]:
+def generate_items(num_items: int, seed: int) -> list[Item]:
     """Items of all templates in turn, each round in the next wording.
 
     Item i depends on seed and i alone: a longer run begins with the shorter one.
@@ -84,25 +69,18 @@ def generate_items(num_items: int, seed: int) -> list[ExtractItem]:
     return [_draw(names[i % len(names)], i, seed) for i in range(num_items)]
 
 
-def _draw(name: str, index: int, seed: int) -> ExtractItem:
+def _draw(name: str, index: int, seed: int) -> Item:
     template, rng = TEMPLATES[name], random.Random(f"{seed}/{index}")
     gold: dict[str, str | int] = {}
     for key, source in template.fields.items():
         if isinstance(source, tuple):
             gold[key] = rng.randint(*source)
         else:
-            gold[key] = rng.choice([value for value in _lists()[source] if value not in gold.values()])  # no twins
+            gold[key] = rng.choice([value for value in word_list(source) if value not in gold.values()])  # no twins
     keys = list(gold)
     prompt = PROMPTS[index // len(TEMPLATES) % len(PROMPTS)].format(
         fields=", ".join(keys[:-1]) + " and " + keys[-1],
         keys=", ".join(f'"{key}"' for key in keys),
         text=template.sentence.format(**gold),
     )
-    return ExtractItem(f"{name}-{index:04d}", prompt, gold)
-
-
-@cache
-def _lists() -> dict[str, list[str]]:
-    content = files("quantkit_eval").joinpath("data", "extract.json").read_text(encoding="utf-8")
-    lists: dict[str, list[str]] = json.loads(content)
-    return lists
+    return Item(f"{name}-{index:04d}", prompt, gold)

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from quantkit_eval.errors import ModelOutputError, OptionError
 from quantkit_eval.protocol import hash_token_ids
-from quantkit_eval.records import SCHEMA_VERSION, Sample
+from quantkit_eval.record_types import Sample
+from quantkit_eval.records import SCHEMA_VERSION
 from quantkit_eval.reference import REFERENCE_FILE, Identity, Reference, TokenDistributions, hash_file, write_reference
 from quantkit_eval.suites import SuiteOutcome, SuiteRun, parse_options
 from quantkit_eval.window_scores import Divergence, WindowScore, histograms, summarize
@@ -86,6 +87,7 @@ def run(suite_run: SuiteRun) -> SuiteOutcome:
             "items_hash": _hash_items(identity.text_sha256, options),
             "num_items": len(windows),
             "options": {"window_tokens": options.window_tokens, "max_windows": options.max_windows},
+            "primary_metric": None,
             "reference_sha256": hash_file(reference.path if reference else suite_run.folder / REFERENCE_FILE),
             "metrics": summarize(scores),
             "histograms": histograms(scores),
@@ -143,7 +145,10 @@ def _checked(log_probs: Tensor, num_tokens: int, window: int) -> Tensor:
         )
     log_probs = log_probs.cpu()
     if not torch.isfinite(log_probs).all():
-        raise ModelOutputError(f"window {window}: score gave NaN or infinite log-probabilities")
+        raise ModelOutputError(
+            f"window {window}: score gave NaN or infinite log-probabilities",
+            fix="Its weights are damaged or overflow: quantize it again, or take another model",
+        )
     mass = float(log_probs.logsumexp(dim=1).abs().max())
     if mass > NORMALIZATION_TOLERANCE:
         raise ModelOutputError(f"window {window}: the log-mass of a row of score is {mass:.3g}, not 0; is it logits?")

@@ -4,6 +4,7 @@ What does not vary stands in records.json; every record validates against the pr
 """
 
 import copy
+import dataclasses
 import functools
 import hashlib
 import json
@@ -73,7 +74,10 @@ def make_item(index: int, prompt: str, gold: Any, before: str, after: str) -> tu
         )
     direction = "regressed" if before == right else "improved"
     flip = {"suite": "extract", "id": name, "prompt": prompt, "gold": gold, "direction": direction}
-    return *samples, flip | {"baseline_output": before, "candidate_output": after}
+    shared = next(
+        (i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b), len(min(before, after, key=len))
+    )
+    return *samples, flip | {"baseline_output": before, "candidate_output": after, "divergence": shared}
 
 
 def make_items(count: int, regressed: int, improved: int, wrong: int) -> tuple[list[Any], list[Any], list[Any]]:
@@ -95,7 +99,7 @@ def make_items(count: int, regressed: int, improved: int, wrong: int) -> tuple[l
 
 def nll_samples(kl: float | None) -> list[Any]:
     drift = {} if kl is None else {"kl_mean_nats": kl, "top1_agreement": 0.66, "delta_nll_nats": kl / 2}
-    metrics = [{"nll_nats": 3.21 + 0.02 * index, "num_tokens": 511} | drift for index in range(4)]
+    metrics = [{"nll_nats": 3.21 + 0.02 * index, "num_tokens": 511} | drift for index in range(8)]
     return [record("window", id=f"window-{index:03d}", metrics=entry) for index, entry in enumerate(metrics)]
 
 
@@ -185,6 +189,13 @@ def make_gates(kind: str, shares: list[float], kl: float | None) -> list[Any]:
     return [gate, drift, fast, record("gates.speed")] if kind == "fail" else [gate, drift, fast]
 
 
+def make_changes(kind: str) -> dict[str, Any]:
+    items, regressed, improved, _, _ = KINDS[kind]
+    changed = regressed + improved
+    found = {"suite": "extract", "n": items, "changed": changed, "improved": improved, "regressed": regressed}
+    return found | {"median_divergence": 12.0 if changed else None}
+
+
 def make_verdict(outcome: str, gates: list[Any], flips: list[Any]) -> Any:
     exit_code = {"pass": 0, "fail": 3, "inconclusive": 4}[outcome]
     made = record("verdict", verdict=outcome, exit_code=exit_code, reason=REASONS[outcome], gates=gates, flipped=flips)
@@ -209,8 +220,12 @@ def build_run(kind: str) -> ReportInput:
         "candidate": make_result(kl, right[1], counts[0], "W4A16" if quantized else None),
     }
     models = {side: result["model"] for side, result in results.items()}
-    return ReportInput(
-        verdict=make_verdict("pass" if kind == "aa" else kind, gates, flips),
+    verdict = make_verdict("pass" if kind == "aa" else kind, gates, flips)
+    verdict["changes"] = [make_changes(kind)]
+    if kind == "aa":
+        verdict["noise_floor"] = {"changes": [make_changes(kind)], "kl_mean_nats": None}
+    run = ReportInput(
+        verdict=verdict,
         **results,
         baseline_samples=before + nll_samples(None),
         candidate_samples=after + nll_samples(kl),
@@ -218,10 +233,24 @@ def build_run(kind: str) -> ReportInput:
         checkpoint=make_checkpoint(30) if quantized else None,
         weights_bytes=210 * 176_256 + 76_800_000 if quantized else None,
     )
+    return sealed(run)
+
+
+def sealed(run: ReportInput) -> ReportInput:
+    """A copy whose results name their samples and whose verdict names its results, as the product has it."""
+    results: dict[str, Any] = {}
+    verdict: Any = dict(run.verdict)
+    sides = (("baseline", run.baseline_samples, run.baseline), ("candidate", run.candidate_samples, run.candidate))
+    for side, samples, result in sides:
+        lines = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in samples)
+        results[side] = result | {"samples_sha256": digest(lines)}
+        verdict[side] = {key: value for key, value in results[side].items() if key not in ("schema_version", "suites")}
+    return dataclasses.replace(run, verdict=verdict, **results)
 
 
 def save_run(run: ReportInput, folder: Path) -> Path:
     """Write a run's records with the product's own writers; the checkpoint's record goes to checkpoint/."""
+    run = sealed(run)
     sides = (("baseline", run.baseline_samples, run.baseline), ("candidate", run.candidate_samples, run.candidate))
     for side, samples, outcome in sides:
         write_samples(folder / side / "samples.jsonl", samples)

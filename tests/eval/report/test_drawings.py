@@ -6,6 +6,7 @@ import math
 import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -140,6 +141,20 @@ def test_throughput_shows_both_models_and_the_ratio(width: int, make_run: Callab
     assert len([line for line in root.iter("line") if line.attrib["class"] == "limit"]) == 1
     height = float(root.attrib["height"])
     assert all(0 <= float(t.attrib["y"]) <= height and 0 <= float(t.attrib["x"]) <= width for t in root.iter("text"))
+
+
+def test_runs_are_visible_beyond_the_bar_and_the_label_follows_the_last_of_them() -> None:
+    rates = [100.0, 101.0, 99.0, 100.0, 300.0]
+    ratio = {"value": 1.0, "interval": None, "confidence": None, "method": ""}
+    batch = {"batch_size": 16, "baseline_tok_per_s": rates, "candidate_tok_per_s": rates, "ratio": ratio}
+    root = parse(plots.throughput_plot({"decode_batch_16": batch}, {}, "t", sections.WIDE))  # type: ignore[dict-item]
+    lines = [line.attrib for line in root.iter("line") if line.attrib["class"] == "run"]
+    furthest = max(float(line["x2"]) for line in lines)
+    assert any(float(line["x2"]) - float(line["x1"]) > 100 for line in lines), "a line joins the runs with the bar"
+    (label, _) = (text for text in root.iter("text") if "tok/s" in (text.text or ""))
+    assert 0 < float(label.attrib["x"]) - furthest < 10
+    css = Path(plots.__file__).with_name("templates").joinpath("report.css").read_text()
+    assert ".run { stroke: var(--text);" in css, "a tick in the card's colour cannot be seen on the card"
 
 
 def test_layers_are_gathered_by_depth_and_kind() -> None:

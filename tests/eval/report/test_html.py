@@ -119,12 +119,12 @@ def test_numbers_behind_the_verdict(make_run: Callable[[str], ReportInput]) -> N
         "0 of 32",
         "−90.6 pp",
         "at most 5 pp lower",
-        "−99.6 to −81.6 pp, 90%",
-        "n 32",
-        "exact McNemar",
+        "−99.6 to −81.6 pp, two-sided 90%",
     ):
         assert shown in row
-    assert "29 regressed, 0 improved" in row
+    (tests,) = (text for _, text in page.all("span", class_="test") if "exact McNemar" in text)
+    assert "n 32 items" in tests
+    assert "29 regressed, 0 improved" in tests
     text = page.text("main")
     for shown in (
         "216 MB → 114 MB",
@@ -142,6 +142,37 @@ def test_numbers_behind_the_verdict(make_run: Callable[[str], ReportInput]) -> N
     ]
     recipe = page.all("pre", class_="recipe")
     assert [text for _, text in recipe] == [make_run("fail").checkpoint["recipe"]]  # type: ignore[index]
+
+
+def test_levels_of_confidence_are_explained(make_run: Callable[[str], ReportInput]) -> None:
+    text = page_of(make_run("fail")).text("main")
+    assert "Intervals are two-sided. At 90% each end alone errs in 5% of cases" in text
+    assert "hence 95% where a sentence speaks of one end" in text
+    assert "Intervals in brackets are two-sided, 95%." in text
+    assert "its two-sided 98.4% interval" in text
+    assert "what the pairs give" not in text
+    run = make_run("fail")
+    gates = [gate | ({"confidence": 0.9375} if gate["kind"] == "ratio" else {}) for gate in run.verdict["gates"]]
+    speedy = dataclasses.replace(run, verdict=run.verdict | {"gates": gates})  # type: ignore[arg-type]
+    assert "its level is what the pairs give" in page_of(speedy).text("main")
+
+
+def test_a_proven_loss_within_the_margin_is_not_called_too_large(make_run: Callable[[str], ReportInput]) -> None:
+    run = make_run("fail")
+    gate = run.verdict["gates"][0]
+    small = gate | {"candidate": 0.875, "difference": -0.03125, "value": -0.03125, "interval": [-0.09, -0.01]}
+    head = page_of(dataclasses.replace(run, verdict=run.verdict | {"gates": [small]})).text("h1")  # type: ignore[arg-type]
+    assert "which is proven; whether by more than the 5 pp allowed is not" in head
+    assert "not." not in page_of(run).text("h1")
+
+
+def test_a_baseline_from_a_gguf_is_called_what_it_is(make_run: Callable[[str], ReportInput]) -> None:
+    run = make_run("fail")
+    origin = {"file": "tiny-q4_1.gguf", "file_bytes": 98_000_000}
+    model = run.baseline["model"] | {"dequantized_from": origin}
+    text = page_of(dataclasses.replace(run, baseline=run.baseline | {"model": model})).text("main")  # type: ignore[arg-type]
+    assert "dequantized to 16 bits from tiny-q4_1.gguf (98 MB)" in text
+    assert "before: 16 bits, dequantized from a file of 98 MB" in text
 
 
 def test_reasons_are_not_told_twice(make_run: Callable[[str], ReportInput]) -> None:

@@ -61,7 +61,7 @@ def test_gates_are_a_table(kind: str, make_run: Callable[[str], ReportInput]) ->
 def test_failure_reads_well(make_run: Callable[[str], ReportInput]) -> None:
     text = render_markdown(make_run("fail").made_visible())
     assert text.startswith("## ❌ Fail: structured output broke: 29 of 32 → 0 of 32 exactly right; ")
-    assert "| −90.6 pp | −99.6 to −81.6 pp, 90% | at most 5 pp lower |" in text
+    assert "| −90.6 pp | −99.6 to −81.6 pp, two-sided 90% | at most 5 pp lower |" in text
     assert "29 flipped items, the first 5" in text
     assert "Measured, not judged: nll.perplexity." in text
     assert "29 November 2026, 14:05 UTC" in text

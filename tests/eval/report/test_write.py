@@ -56,6 +56,46 @@ def test_weights_are_measured_in_the_checkpoint(
     assert foreign.weights_bytes is None
 
 
+def test_another_checkpoint_than_the_candidate_is_refused(
+    tmp_path: Path, make_run: Callable[[str], ReportInput], save_records: Save
+) -> None:
+    run = make_run("fail")
+    folder = save_records(run, tmp_path)
+    load_report_input(folder, folder / "checkpoint", run.candidate["model"]["checkpoint_hash"])
+    with pytest.raises(RecordError, match=r"checkpoint is not the candidate of this verdict: its hash is 1111"):
+        load_report_input(folder, folder / "checkpoint", "1" * 64)
+
+
+def test_swapped_records_are_refused(
+    tmp_path: Path, make_run: Callable[[str], ReportInput], save_records: Save
+) -> None:
+    folder = save_records(make_run("fail"), tmp_path)
+    (folder / "baseline").rename(folder / "x")
+    (folder / "candidate").rename(folder / "baseline")
+    (folder / "x").rename(folder / "candidate")
+    with pytest.raises(RecordError, match=r"verdict\.json is not about .*baseline: its baseline has model "):
+        load_report_input(folder)
+
+
+def test_records_of_a_later_evaluation_are_refused(
+    tmp_path: Path, make_run: Callable[[str], ReportInput], save_records: Save
+) -> None:
+    folder = save_records(make_run("fail"), tmp_path)
+    path = folder / "candidate" / "result.json"
+    path.write_text(path.read_text().replace("2026-11-29T14:05:31Z", "2026-11-30T14:05:31Z"))
+    with pytest.raises(RecordError, match=r"its candidate has created 2026-11-29T14:05:31Z"):
+        load_report_input(folder)
+
+
+def test_records_that_lie_elsewhere_are_asked_for(
+    tmp_path: Path, make_run: Callable[[str], ReportInput], save_records: Save
+) -> None:
+    folder = save_records(make_run("fail"), tmp_path)
+    (folder / "candidate").rename(folder / "cand")
+    with pytest.raises(RecordError, match=r"judged as baseline/ and candidate/ beside verdict\.json"):
+        load_report_input(folder)
+
+
 @pytest.mark.parametrize("name", ["verdict.json", "baseline/result.json", "candidate/samples.jsonl"])
 def test_missing_and_damaged_records_are_named(
     name: str, tmp_path: Path, make_run: Callable[[str], ReportInput], save_records: Save

@@ -1,0 +1,20 @@
+"""How many items a suite will ask, said before any model is asked; so wrong options and files show before the work."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from quantkit_eval.suites import load_suite, parse_options
+from quantkit_eval.suites.file import FileOptions, chosen_items
+from quantkit_eval.suites.graded import GeneratedSuite
+
+
+def count_items(name: str, options: Mapping[str, Any]) -> int | None:
+    """Items that a suite would ask; None if it has no right and wrong answers.
+
+    Raises:
+        OptionError: an unknown suite, wrong options, or a file of items that cannot be read.
+    """
+    suite = load_suite(name, options.get("kind"))
+    if options.get("kind") == "file":
+        return len(chosen_items(parse_options(FileOptions, options, name)))
+    return suite.options(name, options).num_items if isinstance(suite, GeneratedSuite) else None
