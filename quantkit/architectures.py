@@ -1,4 +1,4 @@
-"""What is known of each model family, as data: where its decoder blocks are and which layers an engine fuses.
+"""What is known of each model family, as data: its decoder blocks, what an engine fuses, where scales can hide.
 
 A family that is not listed still works: its blocks are found by walking the model, and the layers of a block by class.
 What the table adds are the facts that no walk can find.
@@ -16,25 +16,83 @@ GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
 
 
 @dataclass(frozen=True, slots=True)
+class Fold:
+    """Where scales of input columns can hide: the producer is divided by them, the consumers' columns are multiplied.
+
+    Attributes:
+        producer: a norm, or a linear layer whose last rows make the consumers' input (all rows of up_proj; the second
+            half of a fused gate_up_proj; the values of a fused qkv_proj). What lies between must be linear in it.
+        consumers: the linear layers that read the producer's output, all of them: nothing else may read it.
+        offset: what the norm adds to its weight before it multiplies.
+        through_heads: attention lies between: each value channel reaches one column in every query head of its group.
+    """
+
+    producer: str
+    consumers: tuple[str, ...]
+    offset: float = 0.0
+    through_heads: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.producer} -> {', '.join(self.consumers)}"
+
+
+VALUE_OUT = Fold("self_attn.v_proj", ("self_attn.o_proj",), through_heads=True)
+UP_DOWN = Fold("mlp.up_proj", ("mlp.down_proj",))
+
+
+def _norm_folds(attention: str, mlp: str, offset: float = 0.0) -> tuple[Fold, ...]:
+    """The four folds of a sequential block whose norms stand before attention and MLP."""
+    return (Fold(attention, QKV, offset), VALUE_OUT, Fold(mlp, GATE_UP, offset), UP_DOWN)
+
+
+@dataclass(frozen=True, slots=True)
 class Architecture:
     """A family.
 
     Attributes:
         blocks: name of the list of decoder blocks.
         fused_units: layers of a block that vLLM joins into one matrix and that must therefore share a scheme.
+        folds: where transforms may put scales. A fold whose layers a block does not have is passed over (the dense MLP
+            of a block with experts).
     """
 
     blocks: str = "model.layers"
     fused_units: tuple[tuple[str, ...], ...] = (QKV, GATE_UP)
+    folds: tuple[Fold, ...] = _norm_folds("input_layernorm", "post_attention_layernorm")
 
 
 ARCHITECTURES: dict[str, Architecture] = {
     **dict.fromkeys(
-        ("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text", "smollm3", "granite", "olmo2"), Architecture()
+        ("llama", "mistral", "ministral", "qwen2", "qwen3", "smollm3", "granite", "seed_oss", "helium"), Architecture()
     ),
-    "phi3": Architecture(fused_units=()),  # qkv_proj and gate_up_proj are one matrix on disk already
-    "mixtral": Architecture(fused_units=(QKV,)),
-    "qwen3_moe": Architecture(fused_units=(QKV,)),
+    "gemma": Architecture(folds=_norm_folds("input_layernorm", "post_attention_layernorm", offset=1.0)),
+    # Norms on both sides of attention and MLP; the ones before it multiply by 1 + weight.
+    **dict.fromkeys(
+        ("gemma2", "gemma3_text"),
+        Architecture(folds=_norm_folds("input_layernorm", "pre_feedforward_layernorm", offset=1.0)),
+    ),
+    # No norm before attention and MLP: q, k, v and gate, up read the residual stream itself.
+    **dict.fromkeys(("olmo2", "olmo3", "exaone4"), Architecture(folds=(VALUE_OUT, UP_DOWN))),
+    # Attention and MLP side by side behind one norm.
+    "cohere": Architecture(folds=(Fold("input_layernorm", QKV + GATE_UP), VALUE_OUT, UP_DOWN)),
+    "phi3": Architecture(  # qkv_proj and gate_up_proj are one matrix on disk already
+        fused_units=(),
+        folds=(
+            Fold("input_layernorm", ("self_attn.qkv_proj",)),
+            Fold("self_attn.qkv_proj", ("self_attn.o_proj",), through_heads=True),
+            Fold("post_attention_layernorm", ("mlp.gate_up_proj",)),
+            Fold("mlp.gate_up_proj", ("mlp.down_proj",)),
+        ),
+    ),
+    "mixtral": Architecture(fused_units=(QKV,), folds=(Fold("input_layernorm", QKV), VALUE_OUT)),
+    # The norm before experts also feeds their router, so nothing may hide in it; before a dense MLP it may.
+    "qwen2_moe": Architecture(
+        folds=(
+            *_norm_folds("input_layernorm", "post_attention_layernorm"),
+            Fold("mlp.shared_expert.up_proj", ("mlp.shared_expert.down_proj",)),
+        ),
+    ),
+    "qwen3_moe": Architecture(),
 }
 
 

@@ -2,16 +2,20 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 
+import torch
+
 from quantkit.architectures import ARCHITECTURES, Architecture
-from quantkit.formats.compressed_tensors import PackedConfig
+from quantkit.formats import StoredConfig
 from quantkit.scheme import PER_CHANNEL, QuantScheme
 
 VLLM_BITS = (4, 8)
 VLLM_GROUP_SIZES = (PER_CHANNEL, 32, 64, 128)
+TENSOR_PARALLEL = (1, 2, 4, 8)
+ROW_PARALLEL = ("o_proj", "down_proj")  # layers whose columns are spread over GPUs; of all others it is the rows
 MARLIN_ROWS, MARLIN_COLUMNS = 64, 128  # what vLLM's Marlin kernel wants N and K to be multiples of
 
 
-def vllm_problems(model_type: str, config: PackedConfig, names: Sequence[str]) -> list[str]:
+def vllm_problems(model_type: str, config: StoredConfig, names: Sequence[str]) -> list[str]:
     """Why vLLM would refuse the checkpoint.
 
     Args:
@@ -21,7 +25,7 @@ def vllm_problems(model_type: str, config: PackedConfig, names: Sequence[str]) -
 
     Source: vLLM, quantization/compressed_tensors (one scheme for a joined layer) and the WNA16 kernels it picks from.
     """
-    problems = []
+    problems: list[str] = []
     for unit, schemes in _fused_units(model_type, config, names):
         if len(set(schemes)) > 1:
             found = ", ".join("not quantized" if scheme is None else str(scheme) for scheme in schemes)
@@ -33,23 +37,81 @@ def vllm_problems(model_type: str, config: PackedConfig, names: Sequence[str]) -
     return problems
 
 
-def vllm_notes(shapes: Mapping[str, tuple[int, int]]) -> list[str]:
-    """What vLLM runs, but not with its fastest kernel.
+def engine_notes(config: StoredConfig, dtype: torch.dtype, shapes: Mapping[str, tuple[int, int]]) -> list[str]:
+    """What engines take, and what they take but not with their fastest kernel.
 
     Args:
-        shapes: layer -> (N, K).
+        config: the quantization_config.
+        dtype: of the weights that are not quantized.
+        shapes: layer -> (N, K) of every quantized layer.
     """
-    slow = [name for name, (rows, columns) in shapes.items() if rows % MARLIN_ROWS or columns % MARLIN_COLUMNS]
-    if not slow:
-        return []
-    return [
-        f"{len(slow)} of {len(shapes)} layers, such as {slow[0]}, are no multiples of {MARLIN_ROWS} rows and "
-        f"{MARLIN_COLUMNS} columns: vLLM reads them, but its Marlin kernel may not take them"
+    slow = [
+        name
+        for name, (rows, columns) in shapes.items()
+        if _has_marlin(config, name) and (rows % MARLIN_ROWS or columns % MARLIN_COLUMNS)
     ]
+    notes = []
+    if slow:
+        notes.append(
+            f"{len(slow)} of {len(shapes)} layers, such as {slow[0]}, are no multiples of {MARLIN_ROWS} rows and "
+            f"{MARLIN_COLUMNS} columns: vLLM reads them, but its Marlin kernel may not take them"
+        )
+    marlin = not slow and all(_has_marlin(config, name) for name in shapes)
+    if config.format.name in ("gptq", "awq") and not marlin and dtype != torch.float16:
+        notes.append(
+            f"vLLM runs {config.format.name} layers that Marlin does not take in float16: give it dtype float16"
+        )
+    degrees = [degree for degree in TENSOR_PARALLEL if all(_splits(config, *item, degree) for item in shapes.items())]
+    if shapes:
+        notes.append(f"vLLM can split it over {_or(degrees)} GPUs (of {_or(TENSOR_PARALLEL)} that were looked at)")
+    reason = _why_not_llama_cpp(config)
+    if reason is not None:
+        notes.append(f"llama.cpp's converter does not take it: {reason}")
+    return notes
+
+
+def _or(numbers: Sequence[int]) -> str:
+    return " or ".join([", ".join(map(str, numbers[:-1])), str(numbers[-1])] if len(numbers) > 1 else map(str, numbers))
+
+
+def _has_marlin(config: StoredConfig, name: str) -> bool:
+    """Whether Marlin has a kernel for the layer's scheme; its shape is another matter."""
+    scheme = config.scheme_of(name)
+    assert scheme is not None, "shapes are of quantized layers"
+    if scheme.input is not None:
+        return False
+    return scheme.symmetric or config.format.name != "gptq"
+
+
+def _splits(config: StoredConfig, name: str, shape: tuple[int, int], degree: int) -> bool:
+    """Whether a layer can be cut for ``degree`` GPUs: by columns and whole groups, or by rows."""
+    scheme = config.scheme_of(name)
+    assert scheme is not None, "shapes are of quantized layers"
+    if name.endswith(ROW_PARALLEL):
+        return shape[1] % (degree * max(scheme.group_size, 1)) == 0
+    return shape[0] % degree == 0
+
+
+def _why_not_llama_cpp(config: StoredConfig) -> str | None:
+    """What llama.cpp's convert_hf_to_gguf.py has against a checkpoint; None if nothing.
+
+    Source: llama.cpp, conversion/base.py.
+    """
+    if config.format.name == "awq":
+        return "it does not read awq"
+    if config.format.name == "compressed-tensors":
+        if len(config.groups) > 1:
+            return "it reads one scheme only"
+        scheme = config.groups[0][1]
+        if scheme.input is None and scheme.group_size == PER_CHANNEL:
+            return "it reads pack-quantized in groups only"
+        if scheme.input is not None and not scheme.input.dynamic:
+            return "it does not know input_scale"
+    return None
 
 
 def _fused_units(
-    model_type: str, config: PackedConfig, names: Sequence[str]
+    model_type: str, config: StoredConfig, names: Sequence[str]
 ) -> Iterator[tuple[tuple[str, ...], list[QuantScheme | None]]]:
     """The layers that vLLM joins, with the scheme of each; a unit is met once."""
     seen = set()

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from quantkit.errors import CheckpointError
+
 
 @dataclass(frozen=True, slots=True)
 class ExpectedLogits:
@@ -24,8 +26,19 @@ class ExpectedLogits:
     record: Mapping[str, Any] | None = None
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any]) -> "ExpectedLogits":
-        """From ``probe`` of quantkit.json."""
+    def from_record(cls, record: Mapping[str, Any], vocab_size: int) -> "ExpectedLogits":
+        """From ``probe`` of quantkit.json, as `quantkit.manifest.read_manifest` gives it.
+
+        Args:
+            record: the probe.
+            vocab_size: of the model.
+
+        Raises:
+            CheckpointError: it names tokens that the model does not have.
+        """
+        ids = [*record["token_ids"], *(token for row in record["top_ids"] for token in row)]
+        if not ids or not (min(ids) >= 0 and max(ids) < vocab_size):
+            raise CheckpointError(f"the probe of quantkit.json holds token ids outside 0 to {vocab_size - 1}, or none")
         return cls(torch.tensor([record["token_ids"]]), record=record)
 
     def distance(self, logits: Tensor) -> tuple[float, float]:

@@ -1,34 +1,45 @@
 """The main job: quantize, serve the model before and after, evaluate both, compare, report."""
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
+from quantkit import __version__
 from quantkit.errors import CheckpointError
+from quantkit.formats.shards import write_text_durably
+from quantkit.gguf_source import file_sha256
+from quantkit.output_paths import check_outputs, check_reports, records_folder
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe
+from quantkit.recipe.gates import FileSuite
 from quantkit.serve import Engine, EngineConfig, EngineModel
 from quantkit.source import ModelSource, open_source
 from quantkit.verify import verify_checkpoint
+from quantkit_eval.comparability import Evaluation
 from quantkit_eval.compare import compare
-from quantkit_eval.evaluate import evaluate
-from quantkit_eval.records import THROUGHPUT_FILE, VERDICT_FILE, Verdict, write_throughput, write_verdict
+from quantkit_eval.errors import RecordError
+from quantkit_eval.evaluate import check_suites, evaluate
+from quantkit_eval.record_types import Verdict
+from quantkit_eval.records import RESULT_FILE, THROUGHPUT_FILE, VERDICT_FILE, write_throughput, write_verdict
 from quantkit_eval.report import load_report_input, write_report
 from quantkit_eval.throughput import measure_throughput
 
 Progress = Callable[[str, int, int], None]
-DEFAULT_FOLDER = Path("out")
+RUN_FILE = "run.json"  # what the records beside it are of
 BATCH_SIZES = (1, 16)
 NEW_TOKENS = 32  # that each request of a throughput run gets
 MAX_MODEL_LEN = 1024  # tokens of a request of the suites, prompt and answer
 SEED = 0  # of the items: fixed, so that every run of every recipe judges the same ones
 
 
-def run(recipe: Recipe, *, overwrite: bool = False, progress: Progress | None = None) -> Verdict:
+def run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False, progress: Progress | None = None) -> Verdict:
     """Do everything that the recipe asks for and judge it.
 
     Args:
         recipe: names a model. Without `quantization` the model is compared with itself (A/A).
         overwrite: replace a checkpoint and records of an earlier run.
+        resume: go on from what an interrupted run of the same recipe has finished: blocks, checkpoint, records.
         progress: is called with (stage, done, total).
 
     Returns:
@@ -39,20 +50,30 @@ def run(recipe: Recipe, *, overwrite: bool = False, progress: Progress | None = 
     """
     tell = progress or (lambda stage, done, total: None)
     records = records_folder(recipe)
-    _refuse_to_replace(recipe, records, overwrite)
+    check_suites(recipe.gates.suite_options)
     source = open_source(recipe.require_model())
-    checkpoint = None
-    if not recipe.is_self_comparison:
-        checkpoint = recipe.outputs[0].path
-        quantize_model(recipe, overwrite=overwrite, progress=progress)
+    check_reports(recipe, source)
+    identity = _identity(recipe, source)
+    goes_on = resume and _read_identity(records) == identity
+    _refuse_to_replace(recipe, records, overwrite or goes_on)
+    checkpoint = None if recipe.is_self_comparison else recipe.outputs[0].path
+    if checkpoint is not None:
+        check_outputs(recipe, source, overwrite=overwrite or resume)
+    _begin(recipe, records, identity, keep_evaluations=goes_on)
+    if checkpoint is not None:
+        quantize_model(recipe, overwrite=overwrite, resume=resume, progress=progress, source=source)
         tell("verify", 0, 1)
         verify_checkpoint(checkpoint, source).raise_for_failure()
         tell("verify", 1, 1)
     baseline = EngineModel(Engine(source, engine_config(source)))
     candidate = EngineModel(Engine(source if checkpoint is None else checkpoint, engine_config(source)))
     suites = recipe.gates.suite_options
-    evaluate(baseline, suites, SEED, records / "baseline", None, _named(tell, "baseline"))
-    evaluate(candidate, suites, SEED, records / "candidate", records / "baseline", _named(tell, "candidate"))
+    if not _is_evaluated(baseline, records / "baseline"):
+        (records / "candidate" / RESULT_FILE).unlink(missing_ok=True)  # it refers to the baseline's
+        evaluate(baseline, suites, SEED, records / "baseline", None, _named(tell, "baseline"))
+    if not _is_evaluated(candidate, records / "candidate"):
+        reference = records / "baseline" if "nll" in suites else None
+        evaluate(candidate, suites, SEED, records / "candidate", reference, _named(tell, "candidate"))
     speeds = measure_throughput(
         baseline, candidate, BATCH_SIZES, new_tokens=NEW_TOKENS, progress=_named(tell, "throughput")
     )
@@ -70,20 +91,54 @@ def engine_config(source: ModelSource) -> EngineConfig:
     return EngineConfig(max_model_len=min(MAX_MODEL_LEN, longest))
 
 
-def records_folder(recipe: Recipe) -> Path:
-    """Where the records go: ``records`` beside the first report, else beside the checkpoint, else in ``out``."""
-    for path in recipe.report.paths.values():
-        return path.parent / "records"
-    return (recipe.outputs[0].path.parent if recipe.outputs else DEFAULT_FOLDER) / "records"
-
-
-def _refuse_to_replace(recipe: Recipe, records: Path, overwrite: bool) -> None:
+def _refuse_to_replace(recipe: Recipe, records: Path, allowed: bool) -> None:
     """Nothing of an earlier run is lost unless the user says so; said before the work, not after it."""
-    if overwrite:
+    if allowed:
         return
-    for path in (records / VERDICT_FILE, *recipe.report.paths.values()):
+    evaluations = [records / who / RESULT_FILE for who in ("baseline", "candidate")]
+    for path in (records / VERDICT_FILE, *recipe.report.paths.values(), *evaluations):
         if path.exists():
-            raise CheckpointError(f"{path} of an earlier run exists", fix="Give --overwrite to replace it")
+            fix = "Give --overwrite to replace it; --resume goes on with a run of the same recipe and model"
+            raise CheckpointError(f"{path} of an earlier run exists", fix=fix)
+
+
+def _identity(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
+    """What must be the same for records to be records of this run."""
+    files = [suite.path for suite in recipe.gates.suites if isinstance(suite, FileSuite)]
+    return {
+        "recipe": recipe.sha256,
+        "model": source.fingerprint(),
+        "suites": {path: file_sha256(Path(path)) for path in files},
+        "quantkit": __version__,
+    }
+
+
+def _read_identity(records: Path) -> Any:
+    try:
+        return json.loads((records / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None  # of no run that could go on
+
+
+def _begin(recipe: Recipe, records: Path, identity: dict[str, Any], *, keep_evaluations: bool) -> None:
+    """Remove what this run will replace: whoever looks after a failure must not find the verdict of another run."""
+    old = [records / VERDICT_FILE, records / THROUGHPUT_FILE, *recipe.report.paths.values()]
+    if not keep_evaluations:
+        old += [records / "baseline" / RESULT_FILE, records / "candidate" / RESULT_FILE]
+    for path in old:
+        path.unlink(missing_ok=True)
+    records.mkdir(parents=True, exist_ok=True)
+    write_text_durably(records / RUN_FILE, json.dumps(identity, indent=2) + "\n")
+
+
+def _is_evaluated(model: EngineModel, folder: Path) -> bool:
+    """Whether whole records of exactly this model lie in the folder."""
+    try:
+        result: Mapping[str, Any] = Evaluation.read(folder).result
+    except RecordError:
+        return False
+    about = model.describe()
+    return all(result[key] == about[key] for key in ("model", "engine", "template_hash"))
 
 
 def _named(progress: Progress, who: str) -> Progress:

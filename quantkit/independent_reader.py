@@ -1,9 +1,14 @@
-"""Read a checkpoint back with code that is not ours: the compressed-tensors package, through transformers."""
+"""Read a checkpoint back with code that is not ours, in transformers.
+
+compressed-tensors through its package; GPTQ and AWQ, whose packages need a GPU, through `independent_decoder`.
+"""
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +17,16 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from compressed_tensors.quantization import QuantizationConfig
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
 
-from quantkit.errors import CheckpointError
-from quantkit.formats.compressed_tensors import PackedConfig, decode
+from quantkit.errors import CheckpointError, SourceError
+from quantkit.formats import StoredConfig
+from quantkit.independent_decoder import decode_steps
 from quantkit.model_folder import first_line
 from quantkit.primitives import QuantizedWeight
+from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.source import ModelSource
 
 
@@ -30,48 +38,125 @@ class StoredLayer:
         name: of the module.
         on_disk: of its tensors, without the suffix.
         weight: as our own decoder reads it.
+        input_scale: [1] of a scheme with static inputs, else None.
     """
 
     name: str
     on_disk: str
     weight: QuantizedWeight
+    input_scale: Tensor | None = None
 
 
-def package_accepts(config: Mapping[str, Any]) -> str | None:
-    """What the package's own schema says against a ``quantization_config``; None if nothing."""
+def reader_accepts(config: Mapping[str, Any]) -> str | None:
+    """What the reader's own schema says against a ``quantization_config``; None if nothing.
+
+    It is that of compressed-tensors, or for gptq and awq that of transformers.
+    """
+    if config["quant_method"] == "compressed-tensors":
+        try:
+            QuantizationConfig.model_validate(dict(config))
+        except ValidationError as error:
+            problem = error.errors()[0]
+            return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        return None
     try:
-        QuantizationConfig.model_validate(dict(config))
-    except ValidationError as error:
-        problem = error.errors()[0]
-        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+        with _quiet():
+            AutoQuantizationConfig.from_dict(dict(config))
+    except (ValueError, TypeError, KeyError, ImportError) as error:
+        return first_line(error)
     return None
 
 
-def stored_layers(checkpoint: ModelSource, config: PackedConfig, packed: Mapping[str, str]) -> Iterator[StoredLayer]:
-    """Decode the layers one at a time.
+def stored_layers(checkpoint: ModelSource, config: StoredConfig, skeleton: nn.Module) -> Iterator[StoredLayer]:
+    """Decode the layers one at a time, with our own decoder.
 
     Args:
         checkpoint: the folder that was written.
         config: its quantization_config.
-        packed: parameter -> name on disk, from the checkpoint's weight map.
+        skeleton: of the checkpoint.
 
     Raises:
         CheckpointError: a layer does not decode.
     """
-    for parameter, on_disk in packed.items():
+    for parameter, on_disk in checkpoint.weight_map(skeleton).packed.items():
         name = parameter.removesuffix(".weight")
         scheme = config.scheme_of(name)
         if scheme is not None:
-            wanted = [f"{on_disk}.{suffix}" for suffix in ("weight_packed", "weight_scale", "weight_shape")]
+            rows, columns = skeleton.get_parameter(parameter).shape
+            wanted = [f"{on_disk}.{suffix}" for suffix in PACKED_SUFFIXES]
             tensors = {tensor: checkpoint.read(tensor) for tensor in wanted if tensor in checkpoint.tensors}
-            yield StoredLayer(name, on_disk, decode(tensors, on_disk, scheme))
+            weight = config.format.decode(tensors, on_disk, scheme, (rows, columns))
+            yield StoredLayer(name, on_disk, weight, tensors.get(f"{on_disk}.input_scale"))
 
 
-def package_codes(checkpoint: ModelSource, layer: StoredLayer) -> Tensor:
-    """[N, K] int8 codes of a layer as the package unpacks them."""
-    packed = checkpoint.read(f"{layer.on_disk}.weight_packed")
-    codes: Tensor = unpack_from_int32(packed, layer.weight.scheme.num_bits, layer.weight.codes.shape)
-    return codes.to(torch.int8)
+def independent_steps(checkpoint: ModelSource, layer: StoredLayer) -> Tensor:
+    """[N, K] int16 code minus zero point of a layer, by code that is not ours or shares nothing with ours."""
+    assert checkpoint.quantization is not None
+    bits = layer.weight.scheme.num_bits
+    if checkpoint.quantization["quant_method"] != "compressed-tensors":
+        return decode_steps(checkpoint.read, layer.on_disk, checkpoint.quantization, bits)[0]
+    if layer.weight.scheme.input is not None:
+        return checkpoint.read(f"{layer.on_disk}.weight").to(torch.int16)
+    shape = layer.weight.codes.shape
+    codes: Tensor = unpack_from_int32(checkpoint.read(f"{layer.on_disk}.weight_packed"), bits, shape).to(torch.int16)
+    if layer.weight.scheme.symmetric:
+        return codes
+    groups = layer.weight.scale.shape
+    packed = checkpoint.read(f"{layer.on_disk}.weight_zero_point")
+    zero_point: Tensor = unpack_from_int32(packed, bits, groups, packed_dim=0).to(torch.int16)
+    return codes - zero_point.repeat_interleave(shape[1] // groups[1], dim=1)
+
+
+def open_reader(checkpoint: ModelSource, layers: Sequence[StoredLayer]) -> "ReaderModel | DecodedModel":
+    """The checkpoint in transformers: through the format's own reader, or where that needs a GPU, decoded here.
+
+    Raises:
+        CheckpointError: it does not load.
+    """
+    assert checkpoint.quantization is not None
+    if checkpoint.quantization["quant_method"] == "compressed-tensors":
+        symmetric = all(layer.weight.scheme.symmetric for layer in layers)
+        return ReaderModel(checkpoint.folder, checkpoint.dtype, dequantize=not symmetric)
+    return DecodedModel(checkpoint, layers)
+
+
+class DecodedModel:
+    """A GPTQ or AWQ checkpoint in transformers' own model, with the weights that `independent_decoder` makes.
+
+    Args:
+        checkpoint: the folder.
+        layers: those that are stored as codes.
+
+    Raises:
+        CheckpointError: a parameter is missing.
+    """
+
+    description = "an independent decoder makes its weights (its own readers need a GPU), transformers runs them"
+    quantizes_inputs = False
+
+    def __init__(self, checkpoint: ModelSource, layers: Sequence[StoredLayer]) -> None:
+        assert checkpoint.quantization is not None
+        self.model: Any = checkpoint.skeleton()
+        try:
+            checkpoint.materialize(self.model)
+        except SourceError as error:
+            raise CheckpointError(f"transformers' model is not complete: {error}") from error
+        for layer in layers:
+            bits = layer.weight.scheme.num_bits
+            steps, scale = decode_steps(checkpoint.read, layer.on_disk, checkpoint.quantization, bits)
+            weight = (steps.float() * scale).to(checkpoint.dtype)
+            self.model.get_submodule(layer.name).weight = nn.Parameter(weight, requires_grad=False)
+
+    def weight(self, name: str) -> Tensor:
+        """[N, K] weight of a linear layer, in the checkpoint's type."""
+        weight: Tensor = self.model.get_submodule(name).weight
+        return weight
+
+    @torch.no_grad()
+    def logits(self, token_ids: Tensor) -> Tensor:
+        """[T, V] float32 logits for [1, T] token ids, computed in float32; changes the model's type for good."""
+        logits: Tensor = self.model.float()(token_ids).logits[0]
+        return logits
 
 
 class ReaderModel:
@@ -80,16 +165,27 @@ class ReaderModel:
     Args:
         folder: of the checkpoint.
         dtype: in which the weights are made, the checkpoint's own; the model computes in float32.
+        dequantize: ask transformers to make the weights while it loads. Its ordinary way, which makes them at the first
+            use and quantizes inputs, has no place for packed zero points.
 
     Raises:
         CheckpointError: it does not load, or parameters are missing.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype) -> None:
+    def __init__(self, folder: Path, dtype: torch.dtype, *, dequantize: bool = False) -> None:
+        options = {}
+        self.description = "transformers loads it through compressed-tensors, nothing missing, nothing left over"
+        self.quantizes_inputs = not dequantize
+        if dequantize:
+            keyword = (
+                "dequantize" if "dequantize" in signature(CompressedTensorsConfig).parameters else "run_compressed"
+            )
+            options["quantization_config"] = CompressedTensorsConfig(**{keyword: keyword == "dequantize"})
+            self.description += "; zero points only with CompressedTensorsConfig(dequantize=True)"
         try:
             with _quiet():
                 self.model, loading = AutoModelForCausalLM.from_pretrained(
-                    folder, dtype=dtype, output_loading_info=True
+                    folder, dtype=dtype, output_loading_info=True, **options
                 )
         except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, ImportError) as error:
             reason = first_line(error).partition(". ")[0]
@@ -125,7 +221,8 @@ def _quiet() -> Iterator[None]:
     transformers_logging.set_verbosity(transformers_logging.CRITICAL)
     transformers_logging.disable_progress_bar()
     try:
-        with contextlib.redirect_stderr(io.StringIO()):
+        with contextlib.redirect_stderr(io.StringIO()), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         transformers_logging.set_verbosity(level)

@@ -1,5 +1,6 @@
 """What is in a model: format, schemes, bits per weight, biggest tensors, provenance; no weight is read."""
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError, SourceError
-from quantkit.formats.compressed_tensors import QUANT_METHOD, read_quantization_config
+from quantkit.formats import read_quantization_config
 from quantkit.formats.gguf.header import GgufHeader, GgufHeaderError, read_gguf_header
 from quantkit.formats.safetensors_file import DTYPE_NAMES
-from quantkit.model_folder import read_json
-from quantkit.skeleton import PACKED_SUFFIXES
+from quantkit.manifest import read_manifest
+from quantkit.skeleton import code_tensors
 from quantkit.source import ModelSource, TensorInfo, open_source
 
 SCHEMA_VERSION = 1
-MANIFEST_NAME = "quantkit.json"
 NUM_LARGEST = 10
 NUM_WORST = 10
 WORD_BITS = 32
@@ -23,8 +23,7 @@ WORD_BITS = 32
 EMBEDDINGS = frozenset(
     ("embed_tokens", "lm_head", "wte", "wpe", "word_embeddings", "embed_in", "embed_out", "token_embd", "output")
 )
-PEER_SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
-PEER_FACTS = ("bits", "group_size", "sym", "desc_act", "zero_point", "version", "checkpoint_format", "quant_type")
+FACTS = ("format", "bits", "group_size", "sym", "desc_act", "zero_point", "version", "checkpoint_format", "quant_type")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ def inspect_checkpoint(path: str | Path) -> dict[str, Any]:
         return _inspect_gguf(Path(path).expanduser())
     source = open_source(path)
     form, facts, notes, items = _read_items(source)
-    manifest = _read_manifest(source.folder)
+    manifest = read_manifest(source.folder)
     files = sorted({info.shard for info in source.tensors.values()})
     return _report(source.name, form, items) | {
         "kind": source.kind,
@@ -112,48 +111,42 @@ def _bits_per_weight(items: list[Item]) -> float | None:
 def _read_items(source: ModelSource) -> tuple[str, dict[str, Any], list[str], list[Item]]:
     """Format, facts about the quantization, notes, and what is stored."""
     config = source.quantization
+    layers = code_tensors({name: info.dtype for name, info in source.tensors.items()})
     if config is None:
-        return "safetensors", {}, [], _items(source, {}, "", PACKED_SUFFIXES)
+        return "safetensors", {}, [], _items(source, {}, "", {})
     method = str(config.get("quant_method", "unknown"))
-    if method != QUANT_METHOD:
-        facts = {"method": method} | {key: config[key] for key in PEER_FACTS if key in config}
-        bits = config.get("bits", config.get("w_bit"))
-        group_size = config.get("group_size", config.get("q_group_size"))
-        label = f"{method} {bits} bits g{group_size}" if bits is not None else method
-        return (
-            method,
-            facts,
-            [f"{method} is another tool's format: sizes only, the codes are not decoded"],
-            _items(source, {}, label, PEER_SUFFIXES, int(bits or 0)),
-        )
-    facts = {"method": method, "format": config.get("format"), "ignore": list(config.get("ignore") or ())}
-    form = f"{method} {config.get('format')}"
+    facts = {"method": method} | {key: config[key] for key in FACTS if key in config}
+    form = " ".join(
+        [method, *(str(config[key]) for key in ("format", "checkpoint_format", "version") if key in config)]
+    )
     try:
-        packed = read_quantization_config(config)
+        stored = read_quantization_config(config)
     except CheckpointError as error:
-        return form, facts, [str(error)], _items(source, {}, form, PACKED_SUFFIXES)
-    layers = {name.removesuffix(".weight_packed") for name in source.tensors if name.endswith(".weight_packed")}
-    schemes = {layer: str(packed.scheme_of(layer) or "codes without a scheme") for layer in layers}
-    return form, facts, [], _items(source, schemes, form, PACKED_SUFFIXES)
+        bits, group_size = config.get("bits", config.get("w_bit")), config.get("group_size", config.get("q_group_size"))
+        label = f"{method} {bits} bits g{group_size}" if bits is not None else form
+        return form, facts, [f"{error}: sizes only"], _items(source, {}, label, layers, int(bits or 0))
+    schemes = {layer: stored.scheme_of(layer) for layer in layers}
+    words = {layer: str(scheme or "codes without a scheme") for layer, scheme in schemes.items()}
+    bits = {scheme.num_bits for scheme in schemes.values() if scheme is not None}
+    facts |= {"ignore": list(config.get("ignore") or config.get("modules_to_not_convert") or ())}
+    return form, facts, [], _items(source, words, form, layers, max(bits, default=0))
 
 
 def _items(
-    source: ModelSource, schemes: Mapping[str, str], label: str, suffixes: tuple[str, ...], num_bits: int = 0
+    source: ModelSource,
+    schemes: Mapping[str, str],
+    label: str,
+    layers: Mapping[str, list[str]],
+    num_bits: int = 0,
 ) -> list[Item]:
     """Gather the tensors of each quantized layer; other tensors stand for themselves."""
-    heads = {name.rpartition(".")[0] for name in source.tensors if name.endswith((".weight_packed", ".qweight"))}
-    parts: dict[str, dict[str, TensorInfo]] = {}
+    layer_of = {name: layer for layer, names in layers.items() for name in names}
     items = []
     for name, info in source.tensors.items():
-        layer, _, suffix = name.rpartition(".")
-        if layer in heads and suffix in suffixes:
-            parts.setdefault(layer, {})[suffix] = info
-            continue
-        count = 1
-        for size in info.shape:
-            count *= size
-        items.append(Item(name, DTYPE_NAMES[info.dtype], count, info.nbytes, info.shape))
-    for layer, tensors in parts.items():
+        if name not in layer_of:
+            items.append(Item(name, DTYPE_NAMES[info.dtype], math.prod(info.shape), info.nbytes, info.shape))
+    for layer, names in layers.items():
+        tensors = {name.rpartition(".")[2]: source.tensors[name] for name in names}
         shape = _layer_shape(source, layer, tensors, num_bits)
         nbytes = sum(info.nbytes for info in tensors.values())
         items.append(Item(layer, schemes.get(layer, label), shape[0] * shape[1], nbytes, shape, is_layer=True))
@@ -165,20 +158,15 @@ def _layer_shape(source: ModelSource, layer: str, tensors: Mapping[str, TensorIn
     if "weight_shape" in tensors:
         rows, columns = source.read(f"{layer}.weight_shape").tolist()
         return int(rows), int(columns)
-    if "qweight" in tensors and "scales" in tensors and num_bits:  # GPTQ packs along K, AWQ along N; scales are [G, N]
-        words = tensors["qweight"].shape[0] * tensors["qweight"].shape[1]
+    if "weight" in tensors:
+        return tensors["weight"].shape[0], tensors["weight"].shape[1]
+    if "g_idx" in tensors and "scales" in tensors:
+        return tensors["scales"].shape[1], tensors["g_idx"].shape[0]
+    if "scales" in tensors and num_bits:  # AWQ packs along N, GPTQ along K; scales are [G, N]
+        words = math.prod(tensors["qweight"].shape)
         rows = tensors["scales"].shape[1]
         return rows, words * WORD_BITS // num_bits // rows
     return 0, 0
-
-
-def _read_manifest(folder: Path) -> dict[str, Any] | None:
-    if not (folder / MANIFEST_NAME).exists():
-        return None
-    try:
-        return read_json(folder / MANIFEST_NAME)
-    except SourceError as error:
-        raise CheckpointError(str(error)) from error
 
 
 def _provenance(manifest: Mapping[str, Any] | None) -> dict[str, Any] | None:

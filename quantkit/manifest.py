@@ -4,19 +4,87 @@ import os
 import platform
 from collections.abc import Sequence
 from importlib import metadata
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from torch import Tensor
 
 from quantkit import __version__
 from quantkit.calibration.dataset import CalibrationSet
+from quantkit.errors import CheckpointError
 from quantkit.recipe import Recipe
 from quantkit.source import ModelSource
 
+MANIFEST_NAME = "quantkit.json"
 SCHEMA_VERSION = 1
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "compressed-tensors", "numpy")
 PROBE_TOP_K = 8
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+
+class _Layer(_Record):
+    name: str
+    relative_output_error: float | None = None
+    relative_weight_error: float | None = None
+
+
+class _Probe(_Record):
+    token_ids: list[int]
+    top_ids: list[list[int]]
+    top_logits: list[list[float]]
+    logsumexp: list[float]
+
+    @model_validator(mode="after")
+    def _has_one_shape(self) -> "_Probe":
+        widths = {len(row) for row in self.top_ids} | {len(row) for row in self.top_logits}
+        lengths = {len(self.token_ids), len(self.top_ids), len(self.top_logits), len(self.logsumexp)}
+        if len(widths) != 1 or len(lengths) != 1:
+            raise ValueError("its lists have different lengths")
+        return self
+
+
+class _Manifest(_Record):
+    """What every reader of quantkit.json relies on."""
+
+    schema_version: Literal[1]
+    layers: list[_Layer] = []
+    model: dict[str, Any] = {}
+    files: dict[str, str] = {}
+    rewritten_tensors: list[str] = []
+    probe: _Probe | None = None
+    calibration: dict[str, Any] | None = None
+    versions: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
+    identity: dict[str, Any] = {}
+
+
+def read_manifest(folder: Path) -> dict[str, Any] | None:
+    """quantkit.json of a checkpoint; None if it has none.
+
+    Raises:
+        CheckpointError: it cannot be read, has another schema_version, or is not what a run writes.
+    """
+    path = folder / MANIFEST_NAME
+    if not path.exists():
+        return None
+    try:
+        return _Manifest.model_validate_json(path.read_bytes()).model_dump(exclude_unset=True)
+    except OSError as error:
+        raise CheckpointError(f"cannot read {path}: {error.strerror}") from error
+    except ValidationError as error:
+        raise CheckpointError(f"{path} is broken or of another version: {validation_line(error)}") from error
+
+
+def validation_line(error: ValidationError) -> str:
+    """The first thing that is wrong with a JSON document, and where: ``layers.3.name: Input should be ...``."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
 
 
 def provenance(recipe: Recipe, source: ModelSource, calibration: CalibrationSet | None) -> dict[str, Any]:
@@ -62,6 +130,7 @@ def build_manifest(
         "model": facts["model"],
         "versions": facts["versions"],
         "machine": facts["machine"],
+        "identity": facts["identity"],
         "seed": recipe.calibration.seed if recipe.calibration else None,
         "calibration": facts["calibration"],
         "layers": list(layers),

@@ -17,13 +17,20 @@ WEIGHT_SUFFIXES = (*PICKLED_SUFFIXES, ".safetensors", ".h5", ".msgpack", ".gguf"
 NOT_SIDE_FILES = ("config.json", "quantkit.json")
 SIDE_FOLDERS = ("additional_chat_templates",)
 OTHER_INPUTS = ("vision_config", "audio_config", "speech_config", "image_token_id")
+MAX_TEXT = 300  # of somebody else's error in one of ours
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json", "spiece.model")
 CAUSAL_ARCHITECTURES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's text that says something, without the full stop."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (lines[0] if lines else type(error).__name__).rstrip(".")
+    """The first paragraph of an error's text on one line, without the full stop and not endlessly long."""
+    lines: list[str] = []
+    for line in str(error).strip().splitlines():
+        if not line.strip() and lines:
+            break
+        lines.append(line.strip())
+    text = " ".join(lines) or type(error).__name__
+    return (text if len(text) <= MAX_TEXT else text[: MAX_TEXT - 3] + "...").rstrip(".")
 
 
 def side_files(folder: Path) -> list[Path]:
@@ -79,7 +86,8 @@ def load_config(folder: Path) -> tuple[PretrainedConfig, dict[str, Any]]:
         raise SourceError(f"{folder} holds {unknown[0]}, which is no causal decoder that transformers knows")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except Exception as error:
+        # Each family checks its configuration in its own way; whatever it raises, it refuses this one.
         raise SourceError(f"transformers cannot read {folder / 'config.json'}: {first_line(error)}") from error
     if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise SourceError(f"{folder} holds a {config.model_type} model, which is no causal decoder")

@@ -1,13 +1,11 @@
 """The order of the steps from a recipe to a checkpoint, block by block, and nothing else."""
 
-import hashlib
-import json
-import os
+import logging
 import resource
-import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,81 +13,149 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.algorithms import Algorithm, load_algorithm
-from quantkit.calibration.activations import enter_blocks, forget_weights, leave_blocks
+from quantkit.algorithms import Algorithm, Solution, load_algorithm
+from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
 from quantkit.calibration.dataset import CalibrationSet, build_calibration
+from quantkit.calibration.heap import return_large_blocks
 from quantkit.calibration.staged_block import BlockBatch, StagedBlock
+from quantkit.calibration.statistics import InputStatistics
+from quantkit.checkpoint_folder import take_places, working_folders
+from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.errors import CheckpointError, RecipeError, SourceError
-from quantkit.formats import compressed_tensors
-from quantkit.formats.shards import ShardWriter, write_text_durably
 from quantkit.journal import Journal
-from quantkit.manifest import build_manifest, probe_record, provenance
+from quantkit.manifest import build_manifest, probe_record, provenance, read_manifest
+from quantkit.output_paths import check_outputs
 from quantkit.plan import Plan, make_plan
 from quantkit.recipe import Recipe
+from quantkit.scheme import QuantScheme
 from quantkit.solve import SolvedLayer, solve_block
 from quantkit.source import ModelSource
+from quantkit.transforms.fold_block import transform_block
 
 Progress = Callable[[str, int, int], None]
-BATCH_TOKENS = 4096  # tokens that go through a block at once
+BATCH_TOKENS = 2048  # tokens that go through a block at once
 PROBE_TOKENS = 32
+MEGABYTE = 10**6
+
+logger = logging.getLogger(__name__)
 
 
 def quantize_model(
-    recipe: Recipe, *, overwrite: bool = False, resume: bool = False, progress: Progress | None = None
+    recipe: Recipe,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+    source: ModelSource | None = None,
 ) -> dict[str, Any]:
-    """Quantize the recipe's model and write the recipe's checkpoint.
+    """Quantize the recipe's model once and write the recipe's checkpoints.
 
     Args:
-        recipe: with quantization and one output.
-        overwrite: replace an output folder that is not empty.
-        resume: keep a journal, so that an interrupted run leaves its work, and go on from the one that is there.
+        recipe: with quantization and outputs.
+        overwrite: replace output folders that are not empty.
+        resume: keep a journal, so that an interrupted run leaves its work, and go on from the one that is there; do
+            nothing if the outputs are finished checkpoints of this very run.
         progress: is called with (stage, done, total).
+        source: the recipe's model, if it is open already.
 
     Returns:
-        The manifest, as written to quantkit.json.
+        The manifest of the first output, as written to its quantkit.json.
 
     Raises:
-        QuantkitError: of any kind; nothing is left under the output's name, and nothing beside it unless ``resume``.
+        QuantkitError: of any kind; nothing is left under the outputs' names, and nothing beside them unless ``resume``.
     """
     started = time.perf_counter()
+    return_large_blocks()
     report = progress or (lambda stage, done, total: None)
-    plan = make_plan(recipe)
-    output = recipe.outputs[0].path
-    _check_output(output, plan.source, overwrite)
-    assert recipe.quantization is not None
-    options = recipe.quantization.algorithm.model_dump(exclude={"name"})
-    algorithm = load_algorithm(recipe.quantization.algorithm.name, options)
-    calibration = None
-    if algorithm.needs_calibration:
-        if recipe.calibration is None:
-            raise RecipeError(f"the algorithm {algorithm.name} needs a `calibration` section")
-        calibration = build_calibration(recipe.calibration, plan.source.tokenizer())
-    working = output.with_name(output.name + ".partial")
+    plan = make_plan(recipe, source)
+    paths = [output.path for output in recipe.outputs]
+    check_outputs(recipe, plan.source, overwrite=overwrite or resume)
+    for note in plan.notes:
+        logger.warning("%s", note)
+    algorithm = _algorithm(recipe, plan)
+    calibration = _calibration(recipe, plan, algorithm, report)
     facts = provenance(recipe, plan.source, calibration)
-    with _working_folder(working, keep=resume):
-        journal = Journal.load(working, facts["identity"]) if resume else None
-        with _open_writer(plan, working, journal) as writer:
-            journal = journal or (Journal(working, facts["identity"]) if resume else None)
-            layers, logits = _quantize_blocks(plan, algorithm, calibration, writer, journal, report)
-            _copy_the_rest(plan, writer, report)
-            writer.finish()
-        _write_side_files(plan, working)
-        manifest = build_manifest(recipe, facts, layers, probe_record(_probe_ids(plan.model), logits))
-        manifest["seconds"] = round(time.perf_counter() - started, 2)
-        manifest["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        manifest["files"] = {p.name: _sha256(p) for p in sorted(working.glob("*.safetensors"))}
-        write_text_durably(working / "quantkit.json", json.dumps(manifest, indent=1) + "\n")
+    if resume:
+        finished = _finished(recipe, facts["identity"])
+        if finished is not None:
+            return finished
+        check_outputs(recipe, plan.source, overwrite=overwrite)
+    with working_folders(paths, keep=resume) as folders:
+        sizes = {"num_outputs": len(paths), "num_blocks": len(plan.decoder.blocks)}
+        journal = Journal.load(folders[0], facts["identity"], **sizes) if resume else None
+        with _open_writers(plan, folders, journal) as writers:
+            journal = journal or (Journal(folders[0], facts["identity"]) if resume else None)
+            layers, logits = _quantize_blocks(plan, algorithm, calibration, writers, journal, report)
+            _copy_the_rest(plan, writers, report)
+            manifest = build_manifest(recipe, facts, layers, probe_record(_probe_ids(plan.model), logits))
+            manifest["seconds"] = round(time.perf_counter() - started, 2)
+            manifest["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            manifests = [writer.finish(manifest) for writer in writers]
         if journal is not None:
             journal.remove()
-        _take_place(working, output)
-    return manifest
+        take_places(paths)
+    return manifests[0]
+
+
+def _finished(recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
+    """The first output's manifest if every output is the finished checkpoint of such a run."""
+    manifests = []
+    for output in recipe.outputs:
+        try:
+            manifest = read_manifest(output.path) or {}
+        except CheckpointError:
+            return None  # whatever lies there is not the run's; it is kept or replaced like any other folder
+        is_whole = all((output.path / name).is_file() for name in manifest.get("files", ()))
+        if manifest.get("identity") != identity or not is_whole:
+            return None
+        manifests.append(manifest)
+    return manifests[0]
+
+
+def _copy_the_rest(plan: Plan, writers: Sequence[CheckpointWriter], progress: Progress) -> None:
+    """Copy what is not written yet, counted in megabytes: an embedding takes longer than a norm."""
+    total = sum(plan.source.tensors[name].nbytes for name in plan.copied) * len(writers)
+    done = 0
+
+    def tell(nbytes: int) -> None:
+        nonlocal done
+        done += nbytes
+        progress("copy (MB)", -(-done // MEGABYTE), -(-total // MEGABYTE))
+
+    tell(0)
+    for writer in writers:
+        writer.copy_the_rest(tell)
+
+
+def _algorithm(recipe: Recipe, plan: Plan) -> Algorithm:
+    """The recipe's algorithm, finding scales in the type that every output stores."""
+    section = recipe.require_quantization().algorithm
+    algorithm = load_algorithm(section.name, section.model_dump(exclude={"name"}))
+
+    def solve(
+        weight: Tensor, statistics: InputStatistics | None, scheme: QuantScheme, options: Any, dtype: torch.dtype
+    ) -> Solution:
+        return algorithm.solve(weight, statistics, scheme, options, plan.scale_dtype)
+
+    return replace(algorithm, solve=solve)
+
+
+def _calibration(recipe: Recipe, plan: Plan, algorithm: Algorithm, progress: Progress) -> CalibrationSet | None:
+    """The recipe's tokens, if the algorithm or a static input scale needs them."""
+    inputs = [layer.scheme.input for layer in plan.layers]
+    static = any(scheme is not None and not scheme.dynamic for scheme in inputs)
+    if not (algorithm.needs_calibration or plan.transforms or static):
+        return None
+    if recipe.calibration is None:
+        raise RecipeError("the recipe needs a `calibration` section")
+    return build_calibration(recipe.calibration, plan.source, progress)
 
 
 def _quantize_blocks(
     plan: Plan,
     algorithm: Algorithm,
     calibration: CalibrationSet | None,
-    writer: ShardWriter,
+    writers: Sequence[CheckpointWriter],
     journal: Journal | None,
     progress: Progress,
 ) -> tuple[list[dict[str, Any]], Tensor]:
@@ -97,41 +163,42 @@ def _quantize_blocks(
     source, model, decoder = plan.source, plan.model, plan.decoder
     _materialize_outside(plan)
     probe = _probe_ids(model)
-    batches = enter_blocks(model, decoder, probe, torch.zeros_like(probe, dtype=torch.bool), 1)
-    if calibration is not None:
-        batch_size = max(1, BATCH_TOKENS // calibration.token_ids.shape[1])
-        windows = enter_blocks(model, decoder, calibration.token_ids, calibration.token_mask, batch_size)
-        batches = windows + batches  # the probe comes last and counts in no statistics
+    batches = enter_blocks(model, decoder, [(probe, torch.zeros_like(probe, dtype=torch.bool))])
+    if calibration is not None:  # the probe comes last and counts in no statistics
+        batches = enter_blocks(model, decoder, calibration.batches(BATCH_TOKENS)) + batches
+    forget_outside(model, decoder)  # until the probe leaves the last block
     records = list(journal.layers) if journal else []
     first = journal.finished_blocks if journal else 0
     if journal and first:
-        for batch, hidden in zip(batches, journal.hidden(), strict=True):
+        for batch, hidden in zip(batches, journal.hidden([batch.hidden for batch in batches]), strict=True):
             batch.hidden = hidden
     progress("quantize", len(records), len(plan.layers))
     for index in range(first, len(decoder.blocks)):
         block, name = decoder.blocks[index], f"{decoder.name}.{index}"
         source.materialize(model, prefix=name, dtype=torch.float32)
         _refuse_broken_weights(plan, name)
-        tell = partial(_count, progress, len(records), len(plan.layers))
+        tell = partial(_count, progress, "quantize", len(records), len(plan.layers))
         solved = _quantize_block(plan, index, algorithm, batches, tell)
-        written = _write_layers(plan, solved, writer)
+        written = [writer.write_block(solved, f"{name}.") for writer in writers]
         records += [layer.record for layer in solved]
         forget_weights([block])
         if journal:
-            writer.flush()
+            for writer in writers:
+                writer.flush()
             journal.record(index, written, [layer.record for layer in solved], [b.hidden for b in batches])
+    _materialize_outside(plan)
     return records, leave_blocks(model, decoder, probe, batches[-1].hidden)
 
 
-def _count(progress: Progress, before: int, total: int, done: int) -> None:
-    """Layers of a block that are done, as layers of the model."""
-    progress("quantize", before + done, total)
+def _count(progress: Progress, stage: str, before: int, total: int, done: int) -> None:
+    """What is done of a part, as what is done of the whole."""
+    progress(stage, before + done, total)
 
 
 def _quantize_block(
     plan: Plan, index: int, algorithm: Algorithm, batches: list[BlockBatch], progress: Callable[[int], None]
 ) -> list[SolvedLayer]:
-    """Solve one block and run every batch through the result."""
+    """Transform and solve one block, and run every batch through the result."""
     block, prefix = plan.decoder.blocks[index], f"{plan.decoder.name}.{index}."
     layers = plan.in_block(index)
     linears: dict[str, nn.Linear] = {}
@@ -139,9 +206,14 @@ def _quantize_block(
         module = block.get_submodule(layer.name.removeprefix(prefix))
         assert isinstance(module, nn.Linear)
         linears[layer.name.removeprefix(prefix)] = module
+    dtype, schemes = plan.source.dtype, {layer.name.removeprefix(prefix): layer.scheme for layer in layers}
+    family = plan.source.config.model_type
+    transformed = transform_block(plan.transforms, family, block, index, schemes, batches, dtype)
     staged = StagedBlock(block, index, linears, batches)
-    solved = solve_block(staged, linears, layers, algorithm, plan.source.dtype, progress)
+    solved = solve_block(staged, linears, layers, algorithm, dtype, progress, observer=plan.input_observer)
     staged.finish()
+    for done in solved:
+        done.record["transforms"] = transformed[done.plan.name.removeprefix(prefix)]
     return solved
 
 
@@ -165,90 +237,19 @@ def _refuse_broken_weights(plan: Plan, prefix: str) -> None:
             )
 
 
-def _write_layers(plan: Plan, solved: list[SolvedLayer], writer: ShardWriter) -> list[str]:
-    """Put codes and scales into the shards; returns the names of the tensors."""
-    names_on_disk, written = plan.source.weight_map(plan.model), []
-    for layer in solved:
-        name = names_on_disk.tensor_name(f"{layer.plan.name}.weight").removesuffix(".weight")
-        for tensor_name, tensor in compressed_tensors.encode(name, layer.weight).items():
-            writer.write(tensor_name, tensor)
-            written.append(tensor_name)
-    return written
-
-
-def _copy_the_rest(plan: Plan, writer: ShardWriter, progress: Progress) -> None:
-    """Everything that is not quantized goes over byte for byte."""
-    for done, name in enumerate(plan.copied, start=1):
-        writer.copy(name, *plan.source.locate(name))
-        progress("copy", done, len(plan.copied))
-
-
-def _write_side_files(plan: Plan, folder: Path) -> None:
-    """Tokenizer, template, generation config and whatever else the source has; config.json with the quantization."""
-    for path in plan.source.side_files():
-        target = folder / path.relative_to(plan.source.folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
-    config = json.loads((plan.source.folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = compressed_tensors.quantization_config(plan.schemes, plan.ignored)
-    write_text_durably(folder / "config.json", json.dumps(config, indent=2) + "\n")
-
-
 def _probe_ids(model: nn.Module) -> Tensor:
     """[1, PROBE_TOKENS] fixed token ids, spread over the vocabulary: what verify runs to compare logits."""
     vocabulary = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     return (torch.arange(PROBE_TOKENS, dtype=torch.int64) * 7919 % vocabulary).unsqueeze(0)
 
 
-def _check_output(output: Path, source: ModelSource, overwrite: bool) -> None:
-    """Refuse an output that would destroy something, before any work."""
-    if output.exists() and not output.is_dir():
-        raise CheckpointError(f"the output {output} is a file", fix="Choose another path")
-    if output.exists() and output.resolve() == source.folder.resolve():
-        raise CheckpointError(f"the output {output} is the model's own folder", fix="Choose another path")
-    if output.is_dir() and any(output.iterdir()) and not overwrite:
-        raise CheckpointError(f"the output folder {output} is not empty", fix="Give --overwrite to replace it")
-
-
 @contextmanager
-def _working_folder(folder: Path, *, keep: bool) -> Iterator[None]:
-    """Where a run writes until all is there. Removed when it fails, or kept for ``--resume`` if the journal is on."""
-    if folder.exists() and not keep:
-        shutil.rmtree(folder)  # what a killed run left behind
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise CheckpointError(f"cannot make the folder {folder}: {error.strerror}") from error
-    try:
-        yield
-    except BaseException:
-        if not (keep and (folder / "journal.json").exists()):
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-
-
-@contextmanager
-def _open_writer(plan: Plan, folder: Path, journal: Journal | None) -> Iterator[ShardWriter]:
-    """Start the shards, or open those of the interrupted run; what a journal knows of stays when the work fails."""
-    if journal is not None:
-        writer = ShardWriter.resume(folder, plan.specs, written=journal.written)
-    else:
-        writer = ShardWriter(folder, plan.specs)
-    try:
-        yield writer
-    finally:
-        writer.close()
-
-
-def _take_place(working: Path, output: Path) -> None:
-    """Give the finished folder its name; a folder that is replaced disappears only after that."""
-    old = output.with_name(output.name + ".replaced")
-    if output.exists():
-        os.replace(output, old)
-    os.replace(working, output)
-    shutil.rmtree(old, ignore_errors=True)
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _open_writers(plan: Plan, folders: Sequence[Path], journal: Journal | None) -> Iterator[list[CheckpointWriter]]:
+    """Start the checkpoints, or open those of an interrupted run; what a journal knows of stays when the work fails."""
+    with ExitStack() as stack:
+        writers = []
+        for number, (output, folder) in enumerate(zip(plan.outputs, folders, strict=True)):
+            written = journal.written[number] if journal is not None else None
+            writers.append(CheckpointWriter(plan, output, folder, written))
+            stack.callback(writers[-1].close)
+        yield writers

@@ -5,15 +5,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch import nn
 
 from quantkit.architectures import ARCHITECTURES, DecoderBlocks, find_decoder_blocks
 from quantkit.errors import RecipeError, SourceError
-from quantkit.formats.compressed_tensors import layer_specs
+from quantkit.formats import Format
 from quantkit.formats.safetensors_file import TensorSpec
-from quantkit.recipe import Quantization, Recipe
-from quantkit.scheme import GROUP_SIZES, QuantScheme
-from quantkit.source import ModelSource, open_source
+from quantkit.plan_schemes import choose_schemes
+from quantkit.recipe import Output, Recipe
+from quantkit.scheme import QuantScheme
+from quantkit.source import ModelSource, TensorInfo, open_source
+from quantkit.transforms import Transform, fold_notes, load_transform, rewritten_parameters
+
+NAMED = 3  # tensors that a note names before it counts the rest
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class LayerPlan:
         shape: [out_features, in_features].
         scheme: how its weight will be stored.
         bytes_before: of its weight in the source.
-        bytes_after: of codes, scales and shape in the checkpoint.
+        bytes_after: of codes, scales and what belongs to them in the first output.
     """
 
     name: str
@@ -35,6 +40,26 @@ class LayerPlan:
     scheme: QuantScheme
     bytes_before: int
     bytes_after: int
+
+
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """A checkpoint that will be written.
+
+    Attributes:
+        output: as the recipe has it.
+        format: of the quantized layers.
+        specs: every tensor of the checkpoint, in the order of the source.
+    """
+
+    output: Output
+    format: Format
+    specs: Mapping[str, TensorSpec]
+
+    @property
+    def nbytes(self) -> int:
+        """Tensor bytes of the checkpoint."""
+        return sum(spec.nbytes for spec in self.specs.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +72,11 @@ class Plan:
         decoder: its decoder blocks.
         layers: what is quantized, in the order of the model.
         ignored: linear layers that stay as they are.
-        specs: every tensor of the checkpoint.
+        outputs: the checkpoints; all hold the same codes and scales.
+        rewritten: parameters that transforms may change and that are therefore not copied.
         notes: what the user should know.
+        transforms: of the recipe, in its order.
+        input_observer: what finds static input scales.
     """
 
     source: ModelSource
@@ -56,8 +84,11 @@ class Plan:
     decoder: DecoderBlocks
     layers: tuple[LayerPlan, ...]
     ignored: tuple[str, ...]
-    specs: Mapping[str, TensorSpec]
+    outputs: tuple[OutputPlan, ...]
+    rewritten: frozenset[str] = frozenset()
     notes: tuple[str, ...] = field(default_factory=tuple)
+    transforms: tuple[Transform, ...] = ()
+    input_observer: str = "minmax"
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:
@@ -65,9 +96,26 @@ class Plan:
         return {layer.name: layer.scheme for layer in self.layers}
 
     @property
+    def scale_dtype(self) -> torch.dtype:
+        """In which scales are found, so that every output stores them without loss."""
+        dtypes = {output.format.scale_dtype(self.source.dtype) for output in self.outputs}
+        return torch.float16 if torch.float16 in dtypes else self.source.dtype
+
+    @property
+    def specs(self) -> Mapping[str, TensorSpec]:
+        """Every tensor of the first output."""
+        return self.outputs[0].specs
+
+    def tensor_name(self, parameter: str) -> str:
+        """The name on disk of a parameter that has one of its own there."""
+        return self.source.weight_map(self.model).tensor_name(parameter)
+
+    @property
     def copied(self) -> tuple[str, ...]:
         """Tensors that go from the source to the checkpoint byte for byte."""
-        return tuple(name for name in self.specs if name in self.source.tensors)
+        written = {self.tensor_name(f"{layer.name}.weight") for layer in self.layers}
+        written |= {self.tensor_name(parameter) for parameter in self.rewritten}
+        return tuple(name for name in self.source.tensors if name not in written)
 
     @property
     def bytes_before(self) -> int:
@@ -76,8 +124,8 @@ class Plan:
 
     @property
     def bytes_after(self) -> int:
-        """Tensor bytes of the checkpoint."""
-        return sum(spec.nbytes for spec in self.specs.values())
+        """Tensor bytes of the first output."""
+        return self.outputs[0].nbytes
 
     @property
     def bits_per_weight(self) -> float:
@@ -99,6 +147,10 @@ class Plan:
             "bytes_before": self.bytes_before,
             "bytes_after": self.bytes_after,
             "bits_per_quantized_weight": self.bits_per_weight,
+            "outputs": [
+                {"format": entry.format.name, "path": str(entry.output.path), "bytes": entry.nbytes}
+                for entry in self.outputs
+            ],
             "notes": list(self.notes),
         }
 
@@ -126,11 +178,12 @@ def make_plan(recipe: Recipe, source: ModelSource | None = None) -> Plan:
     ignored = _ignored(recipe.quantization.ignore, [*linears, *others])
     _refuse_what_stays_unsaid(linears, others, ignored, decoder)
     targets = {name: module for name, module in linears.items() if name not in ignored}
-    if not targets:
-        raise RecipeError("quantization.ignore leaves no layer to quantize")
-    _check_fused_units(source.config.model_type, decoder, targets)
-    scheme = recipe.quantization.scheme(_group_size(recipe.quantization, targets))
-    return _lay_out(source, model, decoder, targets, tuple(n for n in linears if n in ignored), scheme)
+    schemes = choose_schemes(recipe.quantization, targets)
+    if not schemes:
+        raise RecipeError("quantization.ignore (with overrides to none) leaves no layer to quantize")
+    stays = dict.fromkeys(ignored, "ignored") | {name: "kept by an override" for name in targets if name not in schemes}
+    _check_fused_units(source.config.model_type, decoder, schemes, stays)
+    return _lay_out(recipe, source, model, decoder, schemes, tuple(n for n in linears if n not in schemes))
 
 
 def _weighty_modules(model: nn.Module, decoder: DecoderBlocks) -> tuple[dict[str, nn.Linear], list[str]]:
@@ -177,67 +230,91 @@ def _refuse_what_stays_unsaid(
         )
 
 
-def _check_fused_units(model_type: str, decoder: DecoderBlocks, targets: Mapping[str, nn.Linear]) -> None:
-    """An engine joins these layers into one matrix: all of them are quantized or none."""
+def _check_fused_units(
+    model_type: str, decoder: DecoderBlocks, schemes: Mapping[str, QuantScheme], stays: Mapping[str, str]
+) -> None:
+    """An engine joins these layers into one matrix: all of them have one scheme, or stay as they are."""
     facts = ARCHITECTURES.get(model_type)
     for index in range(len(decoder.blocks)):
         for unit in facts.fused_units if facts else ():
             names = [f"{decoder.name}.{index}.{part}" for part in unit]
-            taken = [name for name in names if name in targets]
-            if taken and len(taken) < len(names):
-                left = next(name for name in names if name not in targets)
-                raise RecipeError(
-                    f"quantization.ignore splits a unit that engines fuse: {left} is ignored and {taken[0]} is not",
-                    fix=f"Ignore all of {', '.join(part.rpartition('.')[2] for part in unit)}, or none",
-                )
-
-
-def _group_size(quantization: Quantization, targets: Mapping[str, nn.Linear]) -> int:
-    """The recipe's group size if it divides every layer; for ``auto`` the largest that does."""
-    asked = quantization.group_size
-    if asked == "auto":
-        for size in GROUP_SIZES:
-            if all(module.in_features % size == 0 for module in targets.values()):
-                return size
-        name, module = next((n, m) for n, m in targets.items() if m.in_features % GROUP_SIZES[-1])
-        raise RecipeError(
-            f"quantization.group_size: auto found none of {', '.join(map(str, GROUP_SIZES))} that divides every layer "
-            f"({name} has {module.in_features} input columns)",
-            fix="Use group_size: channel, or ignore that layer",
-        )
-    wrong = [name for name, module in targets.items() if asked > 0 and module.in_features % asked]
-    if wrong:
-        raise RecipeError(
-            f"quantization.group_size: {asked} does not divide the {targets[wrong[0]].in_features} input columns of "
-            f"{wrong[0]} (and {len(wrong) - 1} more layers)",
-            fix="Use group_size: auto",
-        )
-    return asked
+            names = [name for name in names if name in schemes or name in stays]
+            if len({schemes.get(name) for name in names}) < 2:
+                continue
+            first = next(name for name in names if name in schemes)
+            other = next(name for name in names if schemes.get(name) != schemes[first])
+            found = f"is {schemes[other]}" if other in schemes else f"is {stays[other]}"
+            raise RecipeError(
+                f"quantization splits a unit that engines fuse: {other} {found} and {first} is {schemes[first]}",
+                fix=f"Treat all of {', '.join(part.rpartition('.')[2] for part in unit)} alike",
+            )
 
 
 def _lay_out(
+    recipe: Recipe,
     source: ModelSource,
     model: nn.Module,
     decoder: DecoderBlocks,
-    targets: Mapping[str, nn.Linear],
+    schemes: Mapping[str, QuantScheme],
     ignored: tuple[str, ...],
-    scheme: QuantScheme,
 ) -> Plan:
-    """Every tensor of the checkpoint in the order of the source, codes in the place of their weight."""
+    """Every tensor of every checkpoint in the order of the source, codes in the place of their weight."""
     names_on_disk = source.weight_map(model)
-    layer_of = {names_on_disk.tensor_name(f"{name}.weight"): name for name in targets}
-    specs: dict[str, TensorSpec] = {}
+    layer_of = {names_on_disk.tensor_name(f"{name}.weight"): name for name in schemes}
+    outputs = []
+    for number, output in enumerate(recipe.outputs):
+        form = Format(output.format, tuple(output.format_options.items()))
+        specs: dict[str, TensorSpec] = {}
+        for tensor, info in source.tensors.items():
+            name = layer_of.get(tensor)
+            if name is None:
+                specs[tensor] = TensorSpec(info.dtype, info.shape)
+            else:
+                specs |= _layer_specs(number, form, tensor.removesuffix(".weight"), info, schemes[name])
+        if form.name == "awq" and len(set(schemes.values())) > 1:
+            both = " and ".join(map(str, list(dict.fromkeys(schemes.values()))[:2]))
+            raise RecipeError(f"outputs[{number}]: awq holds one scheme for all layers, and the recipe has {both}")
+        outputs.append(OutputPlan(output, form, specs))
     layers: dict[str, LayerPlan] = {}
-    for tensor, info in source.tensors.items():
-        name = layer_of.get(tensor)
-        if name is None:
-            specs[tensor] = TensorSpec(info.dtype, info.shape)
-            continue
-        shape = (info.shape[0], info.shape[1])
-        made = layer_specs(tensor.removesuffix(".weight"), shape, scheme, info.dtype)
-        specs |= made
-        bytes_after = sum(spec.nbytes for spec in made.values())
+    for tensor, name in layer_of.items():
+        info = source.tensors[tensor]
+        made = _layer_specs(0, outputs[0].format, tensor.removesuffix(".weight"), info, schemes[name])
         block = int(name.removeprefix(f"{decoder.name}.").split(".")[0])
-        layers[name] = LayerPlan(name, block, shape, scheme, info.nbytes, bytes_after)
-    notes = () if decoder.known else (f"family {source.config.model_type} is not in the table; blocks: {decoder.name}",)
-    return Plan(source, model, decoder, tuple(layers[name] for name in targets), ignored, specs, notes)
+        bytes_after = sum(spec.nbytes for spec in made.values())
+        shape = (info.shape[0], info.shape[1])
+        layers[name] = LayerPlan(name, block, shape, schemes[name], info.nbytes, bytes_after)
+    notes: tuple[str, ...] = (
+        () if decoder.known else (f"family {source.config.model_type} is not in the table; blocks: {decoder.name}",)
+    )
+    notes += _unread_note(names_on_disk.unused)
+    in_order = tuple(layers[name] for name in schemes)
+    quantization = recipe.require_quantization()
+    transforms = tuple(load_transform(t.name, t.model_dump(exclude={"name"})) for t in quantization.transforms)
+    family = source.config.model_type
+    rewritten = rewritten_parameters(transforms, decoder, schemes, family)
+    notes += fold_notes(transforms, decoder, schemes, family)
+    observer = quantization.input_observer
+    return Plan(source, model, decoder, in_order, ignored, tuple(outputs), rewritten, notes, transforms, observer)
+
+
+def _unread_note(names: Sequence[str]) -> tuple[str, ...]:
+    """Tensors that no parameter of the model takes go over unchanged; the user may take them for a part of it."""
+    if not names:
+        return ()
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return (f"transformers does not load {', '.join(names[:NAMED])}{more}: copied as they are",)
+
+
+def _layer_specs(number: int, form: Format, name: str, info: TensorInfo, scheme: QuantScheme) -> dict[str, TensorSpec]:
+    """The tensors of a layer in one output.
+
+    Raises:
+        RecipeError: the format has no place for this shape.
+    """
+    try:
+        return form.layer_specs(name, (info.shape[0], info.shape[1]), scheme, info.dtype)
+    except ValueError as error:
+        raise RecipeError(
+            f"outputs[{number}]: {error}, and {name} has [{info.shape[0]}, {info.shape[1]}]",
+            fix="Add it to quantization.ignore, or write another format",
+        ) from error

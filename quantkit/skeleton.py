@@ -5,6 +5,7 @@ per expert and projection on disk). `WeightMap` is that correspondence for one m
 """
 
 import copy
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,7 +20,32 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, dot
 from quantkit.errors import SourceError
 from quantkit.formats.safetensors_file import TensorSpec
 
-PACKED_SUFFIXES = ("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx")
+PACKED_SUFFIXES = (
+    *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),  # compressed-tensors
+    *("weight", "input_scale", "input_zero_point"),  # the same, for 8-bit inputs
+    *("qweight", "qzeros", "scales", "g_idx"),  # GPTQ and AWQ
+)
+
+
+def code_tensors(tensors: Mapping[str, torch.dtype]) -> dict[str, list[str]]:
+    """The layers whose codes are stored in the place of a weight, by their name on disk, and their tensors.
+
+    Args:
+        tensors: name -> dtype of every tensor on disk.
+    """
+
+    def is_codes(name: str) -> bool:
+        dtype = tensors[name]
+        return not (dtype.is_floating_point and dtype.itemsize > 1)
+
+    layers: dict[str, list[str]] = {}
+    for name in tensors:
+        layer, _, suffix = name.rpartition(".")
+        coded_weight = suffix == "weight" and is_codes(name) and f"{layer}.weight_scale" in tensors
+        if suffix in ("weight_packed", "qweight") or coded_weight:
+            names = [f"{layer}.{suffix}" for suffix in PACKED_SUFFIXES if f"{layer}.{suffix}" in tensors]
+            layers[layer] = [name for name in names if not name.endswith(".weight") or is_codes(name)]
+    return layers
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype) -> nn.Module:
@@ -71,7 +97,8 @@ class WeightMap:
         unused: tensors on disk that no parameter takes, in order; a checkpoint must still carry them.
 
     Raises:
-        SourceError: a tensor has another shape than the parameter, or cannot be converted.
+        SourceError: a tensor has another shape than the parameter, or cannot be converted; or the tensors have whole
+            decoder blocks more than the model.
     """
 
     def __init__(self, model: nn.Module, tensors: Mapping[str, TensorSpec]) -> None:
@@ -86,7 +113,11 @@ class WeightMap:
         by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
         stored: dict[str, _Stored] = {}
         left: list[str] = []
+        coded = code_tensors({name: spec.dtype for name, spec in tensors.items()})
+        codes = {name for names in coded.values() for name in names}
         for name in sorted(tensors, key=dot_natural_key):
+            if name in codes:
+                continue
             target, pattern = rename_source_key(name, renamings, converters, prefix, state)
             if target not in state and name in state:
                 target, pattern = name, None
@@ -96,14 +127,15 @@ class WeightMap:
             else:
                 left.append(name)
         self._collect(model, stored, tensors, state)
-        for name in [name for name in left if name.endswith(".weight_packed")]:
-            layer = name.removesuffix(".weight_packed")
+        for layer, code_names in coded.items():
             target, _ = rename_source_key(f"{layer}.weight", renamings, converters, prefix, state)
             if target in state and target not in self.names:
                 self.packed[target] = layer
-        codes = {f"{layer}.{suffix}" for layer in self.packed.values() for suffix in PACKED_SUFFIXES}
-        self.unused = [name for name in left if name not in codes]
+            else:
+                left += code_names
+        self.unused = left
         self._share_tied(state)
+        _refuse_lost_blocks(model, tensors.keys() - set(left), left)
 
     def _collect(
         self,
@@ -191,6 +223,34 @@ class WeightMap:
                 data = data.to(dtype) if dtype is not None and data.is_floating_point() else data
                 _assign(model, tied[id(old)], data, old)
                 done.add(id(old))
+
+
+def _refuse_lost_blocks(model: nn.Module, used: Iterable[str], unused: Iterable[str]) -> None:
+    """A whole block that the model does not have is no extra, but a model that config.json cuts short.
+
+    Raises:
+        SourceError: naming the block, unless transformers itself leaves it out.
+    """
+    known, lost = _by_number(used), _by_number(unused)
+    left_out = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    for (stem, number), names in lost.items():
+        wholes = [parts for (other, _), parts in known.items() if other == stem]
+        first = f"{stem}.{number}.{min(names)}"
+        if any(parts <= names for parts in wholes) and not any(pattern.search(first) for pattern in left_out):
+            raise SourceError(
+                f"the weight files hold the block {stem}.{number}, and config.json asks for {len(wholes)} blocks only",
+                fix="Set num_hidden_layers in config.json to what is stored",
+            )
+
+
+def _by_number(names: Iterable[str]) -> dict[tuple[str, str], set[str]]:
+    """``model.layers.3.mlp.up_proj.weight`` -> (``model.layers``, ``3``): {``mlp.up_proj.weight``, ...}."""
+    blocks: dict[tuple[str, str], set[str]] = {}
+    for name in names:
+        found = re.fullmatch(r"(.+?)\.(\d+)\.(.+)", name)
+        if found:
+            blocks.setdefault((found[1], found[2]), set()).add(found[3])
+    return blocks
 
 
 def _assign(model: nn.Module, names: Iterable[str], data: Tensor, old: Tensor) -> None:

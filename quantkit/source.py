@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from quantkit.errors import SourceError
 from quantkit.formats.safetensors_file import TensorSlot
 from quantkit.gguf_source import convert_gguf, file_sha256
-from quantkit.model_folder import first_line, load_config, read_shards, side_files
+from quantkit.model_folder import TOKENIZER_FILES, first_line, load_config, read_shards, side_files
 from quantkit.skeleton import WeightMap, build_skeleton
 
 HUB_WEIGHTS = ("*.safetensors",)
@@ -64,15 +64,22 @@ class ModelSource:
         config: the model's configuration, with the quantization_config of an already quantized model.
         tensors: every tensor in the weight files, from their headers.
         quantization: quantization_config of config.json; None for an ordinary model.
+        file_bytes: of a .gguf file as it was given; None for the other kinds.
     """
 
     def __init__(
-        self, name: str, kind: Literal["hub", "folder", "gguf"], folder: Path, revision: str | None = None
+        self,
+        name: str,
+        kind: Literal["hub", "folder", "gguf"],
+        folder: Path,
+        revision: str | None = None,
+        file_bytes: int | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
         self.folder = folder
         self.revision = revision
+        self.file_bytes = file_bytes
         self.config: PretrainedConfig
         self.config, raw = load_config(folder)
         self.quantization: dict[str, Any] | None = raw.get("quantization_config")
@@ -88,10 +95,10 @@ class ModelSource:
 
     @cached_property
     def dtype(self) -> torch.dtype:
-        """The floating type in which most of the weights are stored, by bytes."""
+        """The floating type in which most of the weights are stored, by bytes; scales of codes do not count."""
         counts: dict[torch.dtype, int] = {}
-        for info in self.tensors.values():
-            if info.dtype.is_floating_point:
+        for name, info in self.tensors.items():
+            if info.dtype.is_floating_point and not name.endswith((".scales", ".weight_scale")):
                 counts[info.dtype] = counts.get(info.dtype, 0) + info.nbytes
         if not counts:
             raise SourceError(f"the model in {self.folder} has no floating-point tensor")
@@ -129,7 +136,13 @@ class ModelSource:
     def _tokenizer(self) -> PreTrainedTokenizerBase:
         try:
             return AutoTokenizer.from_pretrained(self.folder)
-        except (OSError, ValueError, KeyError, TypeError, ImportError) as error:
+        except Exception as error:
+            # Each tokenizer reads its files in its own way; whatever it raises, it does not load.
+            if not any((self.folder / name).is_file() for name in TOKENIZER_FILES):
+                raise SourceError(
+                    f"the model in {self.folder} has no tokenizer",
+                    fix=f"Copy its files, such as {' or '.join(TOKENIZER_FILES[:2])}, into the folder",
+                ) from error
             raise SourceError(f"the model in {self.folder} has no tokenizer that loads: {first_line(error)}") from error
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -159,7 +172,8 @@ class ModelSource:
         """
         try:
             model = build_skeleton(self.config, self.dtype)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except Exception as error:
+            # Each family builds its layers in its own way; whatever it raises, this configuration makes no model.
             raise SourceError(f"transformers cannot build the model in {self.folder}: {first_line(error)}") from error
         self._untie_stored_twice(model)
         return model
@@ -195,6 +209,7 @@ class ModelSource:
             SourceError: a parameter is not on disk.
         """
         self.weight_map(model).materialize(model, self.read, prefix=prefix, dtype=dtype)
+        self._open_shards.clear()  # unmaps what was copied; a tensor that is still used keeps its own hold
 
 
 def open_source(model: str | Path, *, revision: str | None = None) -> ModelSource:
@@ -207,11 +222,13 @@ def open_source(model: str | Path, *, revision: str | None = None) -> ModelSourc
     Raises:
         SourceError: not found, incomplete, broken, or no causal decoder; one line with the file and the fix.
     """
+    if not str(model).strip():
+        raise SourceError("the model's name is empty", fix="Give a folder, a .gguf file or a hub id such as owner/name")
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
             raise SourceError(f"no such file: {path}")
-        return ModelSource(path.name, "gguf", convert_gguf(path.resolve()))
+        return ModelSource(path.name, "gguf", convert_gguf(path.resolve()), file_bytes=path.stat().st_size)
     if path.is_dir():
         return ModelSource(path.resolve().name, "folder", path.resolve())
     if path.exists():

@@ -8,18 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.engine_rules import vllm_notes, vllm_problems
+from quantkit.engine_rules import engine_notes, vllm_problems
 from quantkit.errors import CheckpointError, SourceError
 from quantkit.expected_logits import ExpectedLogits
-from quantkit.formats.compressed_tensors import PackedConfig, read_quantization_config
+from quantkit.formats import StoredConfig, read_quantization_config
 from quantkit.gguf_source import file_sha256
-from quantkit.independent_reader import ReaderModel, StoredLayer, package_accepts, package_codes, stored_layers
+from quantkit.independent_reader import StoredLayer, independent_steps, open_reader, reader_accepts, stored_layers
+from quantkit.manifest import MANIFEST_NAME, read_manifest
 from quantkit.model_folder import read_json
-from quantkit.skeleton import PACKED_SUFFIXES
+from quantkit.skeleton import code_tensors
 from quantkit.source import ModelSource, open_source
 
-MANIFEST_NAME = "quantkit.json"
 LOGIT_TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by about 1e-6
+INPUT_LOGIT_TOLERANCE = 2e-2  # with 8-bit inputs such a difference moves a code by one now and then
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +45,14 @@ class VerifyReport:
     Attributes:
         checkpoint: name of the folder.
         checks: what holds and what does not.
-        notes: what could not be checked and why, and what is allowed but slow.
+        notes: what was left out on purpose, and what is allowed but slow.
+        skipped: check -> why it could not be made; a fault that it would find is not found.
     """
 
     checkpoint: str
     checks: list[Check] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    skipped: dict[str, str] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -65,14 +68,16 @@ class VerifyReport:
         return asdict(self) | {"ok": self.ok}
 
     def raise_for_failure(self) -> None:
-        """Raise for the first check that does not hold.
+        """Raise if a check does not hold.
 
         Raises:
-            CheckpointError: a check failed; it is named.
+            CheckpointError: it names every check that failed, and what the first one found.
         """
         for check in self.checks:
             if not check.ok:
-                raise CheckpointError(f"{self.checkpoint} failed the check {check.name}: {check.detail}")
+                names = self.failed()
+                which = f"the check {names[0]}" if len(names) == 1 else f"the checks {', '.join(names)}"
+                raise CheckpointError(f"{self.checkpoint} failed {which}: {check.detail}")
 
     def add(self, name: str, problems: list[str], otherwise: str) -> bool:
         """Add a check that holds if there are no problems. Returns whether it holds."""
@@ -89,7 +94,7 @@ def verify_checkpoint(
     token_ids: Tensor | None = None,
     load_model: bool = True,
 ) -> VerifyReport:
-    """Look at a compressed-tensors checkpoint in every way that can show a fault.
+    """Look at a checkpoint in every way that can show a fault.
 
     Args:
         folder: of the checkpoint.
@@ -104,7 +109,6 @@ def verify_checkpoint(
     report = VerifyReport(folder.resolve().name)
     try:
         checkpoint = open_source(folder)
-        manifest = read_json(folder / MANIFEST_NAME) if (folder / MANIFEST_NAME).exists() else None
         skeleton = checkpoint.skeleton()
         weights = checkpoint.weight_map(skeleton)
     except SourceError as error:
@@ -113,6 +117,7 @@ def verify_checkpoint(
     num_files = len({info.shard for info in checkpoint.tensors.values()})
     whole = "1 weight file is" if num_files == 1 else f"{num_files} weight files are"
     report.add("files", [], f"{whole} whole, with {len(checkpoint.tensors)} tensors")
+    manifest = _read_manifest(report, folder)
     _check_hashes(report, checkpoint, manifest)
     if source is not None:
         _check_against_source(report, checkpoint, source, manifest, weights.packed)
@@ -121,19 +126,30 @@ def verify_checkpoint(
     config = _check_config(report, checkpoint)
     if config is None or not _check_layers(report, config, skeleton, weights.packed, weights.names):
         return report
-    layers = _check_codes(report, checkpoint, config, weights.packed)
-    _check_engine_rules(report, checkpoint.config.model_type, config, layers)
+    layers = _check_codes(report, checkpoint, config, skeleton)
+    _check_engine_rules(report, checkpoint.config.model_type, checkpoint.dtype, config, layers)
     if not load_model:
         report.notes.append("the model was not loaded: its weights in transformers and its logits were not compared")
     elif layers:
-        _check_reader(report, checkpoint, layers, _expectation(report, manifest, expected_logits, token_ids))
+        vocab_size = skeleton.get_input_embeddings().num_embeddings  # type: ignore[operator]
+        expected = _expectation(report, manifest, expected_logits, token_ids, vocab_size)
+        _check_reader(report, checkpoint, layers, expected)
     return report
+
+
+def _read_manifest(report: VerifyReport, folder: Path) -> dict[str, Any] | None:
+    """quantkit.json, if there is one that can be relied on."""
+    try:
+        return read_manifest(folder)
+    except CheckpointError as error:
+        report.add("manifest", [str(error)], "")
+        return None
 
 
 def _check_hashes(report: VerifyReport, checkpoint: ModelSource, manifest: Mapping[str, Any] | None) -> None:
     """The weight files are those that the run wrote."""
     if manifest is None:
-        report.notes.append(f"there is no {MANIFEST_NAME}: the files' hashes are unknown")
+        report.skipped["hashes"] = f"without {MANIFEST_NAME} the files' hashes are unknown, so a change does not show"
         return
     recorded = manifest.get("files") or {}
     problems = [
@@ -160,15 +176,17 @@ def _check_against_source(
     if recorded is not None:
         other = [] if recorded == source.fingerprint() else [f"it was not made of {source.name} as it is now"]
         report.add("same_source", other, f"it was made of {source.name}")
-    codes = {f"{layer}.{suffix}" for layer in packed.values() for suffix in PACKED_SUFFIXES}
+    coded = code_tensors({name: info.dtype for name, info in checkpoint.tensors.items()})
+    codes = {name for layer in packed.values() for name in coded[layer]}
+    rewritten = set((manifest or {}).get("rewritten_tensors") or ())
     replaced = {f"{layer}.weight" for layer in packed.values()}
     lost = [f"{name} is lost" for name in source.tensors if name not in checkpoint.tensors and name not in replaced]
     added = [
         f"{name} is not the source's" for name in checkpoint.tensors if name not in source.tensors and name not in codes
     ]
-    twice = [f"{name} is stored and quantized" for name in checkpoint.tensors if name in replaced]
+    twice = [f"{name} is stored and quantized" for name in checkpoint.tensors if name in replaced - codes]
     report.add("every_tensor", lost + added + twice, f"{len(source.tensors)} tensors of the source are accounted for")
-    both = [name for name in checkpoint.tensors if name in source.tensors]
+    both = [name for name in checkpoint.tensors if name in source.tensors and name not in codes | rewritten]
     changed = [f"{name} differs from the source" for name in both if not _same_bytes(checkpoint, source, name)]
     report.add("untouched_tensors", changed, f"{len(both)} tensors are byte-identical to the source")
     _check_side_files(report, checkpoint, source)
@@ -202,25 +220,30 @@ def _check_side_files(report: VerifyReport, checkpoint: ModelSource, source: Mod
     report.add("side_files", problems, f"{len(paths)} side files and config.json are the source's")
 
 
-def _check_config(report: VerifyReport, checkpoint: ModelSource) -> PackedConfig | None:
-    """The quantization_config is one that we and the package understand."""
+def _check_config(report: VerifyReport, checkpoint: ModelSource) -> StoredConfig | None:
+    """The quantization_config is one that we and the reader's schema understand."""
     try:
         if checkpoint.quantization is None:
             raise CheckpointError("config.json has no quantization_config")
         config = read_quantization_config(checkpoint.quantization)
-        objection = package_accepts(checkpoint.quantization)
+        objection = reader_accepts(checkpoint.quantization)
         if objection is not None:
-            raise CheckpointError(f"compressed-tensors refuses it: {objection}")
+            reader = "compressed-tensors" if config.format.name == "compressed-tensors" else "transformers"
+            raise CheckpointError(f"{reader} refuses it: {objection}")
     except CheckpointError as error:
         report.add("quantization_config", [str(error)], "")
         return None
-    report.add("quantization_config", [], f"{len(config.groups)} groups, {len(config.ignore)} ignored layers")
+    report.add(
+        "quantization_config",
+        [],
+        f"{config.format.name} {config.storage}, {len(config.groups)} groups, {len(config.ignore)} ignored targets",
+    )
     return config
 
 
 def _check_layers(
     report: VerifyReport,
-    config: PackedConfig,
+    config: StoredConfig,
     skeleton: nn.Module,
     packed: Mapping[str, str],
     names: Mapping[str, tuple[str, ...]],
@@ -240,39 +263,50 @@ def _check_layers(
 
 
 def _check_codes(
-    report: VerifyReport, checkpoint: ModelSource, config: PackedConfig, packed: Mapping[str, str]
+    report: VerifyReport, checkpoint: ModelSource, config: StoredConfig, skeleton: nn.Module
 ) -> list[StoredLayer]:
     """Both decoders read the same codes, and every scale is usable. Returns the layers, or nothing if one is broken."""
     layers: list[StoredLayer] = []
     different, unusable = [], []
+    packaged = config.format.name == "compressed-tensors"
+    reader = "compressed-tensors" if packaged else "the independent decoder"
     try:
-        for layer in stored_layers(checkpoint, config, packed):
+        for layer in stored_layers(checkpoint, config, skeleton):
             layers.append(layer)
-            if not torch.equal(package_codes(checkpoint, layer), layer.weight.codes):
-                different.append(f"{layer.name} has other codes for compressed-tensors")
-            scale = layer.weight.scale
-            if not torch.isfinite(scale).all() or bool((scale == 0).any()):
-                unusable.append(f"{layer.on_disk}.weight_scale has a scale that is zero or not finite")
+            ours = layer.weight.codes.to(torch.int16)
+            if layer.weight.zero_point is not None:
+                ours = ours.unflatten(1, (layer.weight.scale.shape[1], -1)) - layer.weight.zero_point.unsqueeze(-1)
+            if not torch.equal(independent_steps(checkpoint, layer), ours.reshape(layer.weight.codes.shape)):
+                different.append(f"{layer.name} has other codes for {reader}")
+            for name, scale in (("weight", layer.weight.scale), ("input", layer.input_scale)):
+                if scale is not None and (not torch.isfinite(scale).all() or bool((scale == 0).any())):
+                    unusable.append(f"{layer.on_disk}.{name}_scale has a scale that is zero or not finite")
     except (CheckpointError, SourceError) as error:
         report.add("codes", [str(error)], "")
         return []
-    report.add("codes", different, f"the codes of {len(layers)} layers are what compressed-tensors reads")
+    report.add("codes", different, f"the codes of {len(layers)} layers are what {reader} reads")
     report.add("scales", unusable, f"the scales of {len(layers)} layers are finite and not zero")
     return layers
 
 
-def _check_engine_rules(report: VerifyReport, model_type: str, config: PackedConfig, layers: list[StoredLayer]) -> None:
+def _check_engine_rules(
+    report: VerifyReport, model_type: str, dtype: torch.dtype, config: StoredConfig, layers: list[StoredLayer]
+) -> None:
     """What vLLM asks of a checkpoint beyond the format."""
     shapes = {layer.name: (layer.weight.codes.shape[0], layer.weight.codes.shape[1]) for layer in layers}
     problems = vllm_problems(model_type, config, list(shapes))
     report.add(
         "engine_rules", problems, "fused layers share a scheme; bits and group sizes are those of vLLM's kernels"
     )
-    report.notes += vllm_notes(shapes)
+    report.notes += engine_notes(config, dtype, shapes)
 
 
 def _expectation(
-    report: VerifyReport, manifest: Mapping[str, Any] | None, logits: Tensor | None, token_ids: Tensor | None
+    report: VerifyReport,
+    manifest: Mapping[str, Any] | None,
+    logits: Tensor | None,
+    token_ids: Tensor | None,
+    vocab_size: int,
 ) -> ExpectedLogits | None:
     """What the model in memory said: as it was passed in, or as quantkit.json recorded it."""
     probe = (manifest or {}).get("probe")
@@ -283,9 +317,13 @@ def _expectation(
             raise ValueError("expected_logits without token_ids, and quantkit.json has no probe")
         return ExpectedLogits(token_ids, logits)
     if probe is None:
-        report.notes.append("no logits of the model in memory are known: the reader's logits were not compared")
+        report.skipped["logits"] = "no logits of the model in memory are known"
         return None
-    return ExpectedLogits.from_record(probe)
+    try:
+        return ExpectedLogits.from_record(probe, vocab_size)
+    except CheckpointError as error:
+        report.add("logits", [str(error)], "")
+        return None
 
 
 def _check_reader(
@@ -296,18 +334,22 @@ def _check_reader(
 ) -> None:
     """The reader loads it, makes the same weights of the codes, and gives the same logits."""
     try:
-        reader = ReaderModel(checkpoint.folder, checkpoint.dtype)
-        report.add("reader", [], "transformers loads it through compressed-tensors, nothing missing, nothing left over")
+        reader = open_reader(checkpoint, layers)
+        report.add("reader", [], reader.description)
         different = [
             f"{layer.name} has other weights in transformers"
             for layer in layers
-            if not torch.equal(reader.weight(layer.name), layer.weight.dequantize(layer.weight.scale.dtype))
+            if not torch.equal(reader.weight(layer.name), layer.weight.dequantize(checkpoint.dtype))
         ]
     except CheckpointError as error:
         report.add("reader", [str(error)], "")
         return
     report.add("weights", different, f"the weights of {len(layers)} layers are what transformers computes, bit for bit")
-    if expected is not None:
+    has_inputs = any(layer.weight.scheme.input is not None for layer in layers)
+    if has_inputs and not reader.quantizes_inputs:
+        report.notes.append("transformers cannot quantize inputs beside zero points: its logits were not compared")
+    elif expected is not None:
+        tolerance = INPUT_LOGIT_TOLERANCE if has_inputs else LOGIT_TOLERANCE
         gap, size = expected.distance(reader.logits(expected.token_ids))
         detail = f"transformers' logits differ from the model in memory by {gap:.2g}, the largest logit is {size:.3g}"
-        report.add("logits", [detail] if not gap <= LOGIT_TOLERANCE * size else [], detail)
+        report.add("logits", [detail] if not gap <= tolerance * size else [], detail)

@@ -186,17 +186,19 @@ def tiny_llama_folder(tiny_models: Callable[[str], Path]) -> Path:
 def write_rtn_checkpoint() -> Callable[..., Path]:
     """``write_rtn_checkpoint(source_folder, out, *, group_size=32, overrides=None, ignore=("lm_head",), **writer)``.
 
-    A compressed-tensors checkpoint of every linear layer but the ignored ones, rounded to nearest, 4 bits symmetric;
-    ``overrides`` maps layer names to their own QuantScheme. Written without the pipeline, with a small quantkit.json.
+    A checkpoint of every linear layer but the ignored ones, rounded to nearest, 4 bits symmetric or ``scheme``;
+    ``overrides`` maps layer names to their own QuantScheme; ``form`` is a quantkit.formats.Format, by default
+    compressed-tensors. Written without the pipeline, with a small quantkit.json.
     """
     import hashlib
     import json
     import shutil
 
-    from quantkit.formats import compressed_tensors
+    from quantkit.formats import Format
+    from quantkit.formats.safetensors_file import TensorSpec
     from quantkit.formats.shards import ShardWriter
     from quantkit.manifest import probe_record
-    from quantkit.primitives import QuantizedWeight, absmax_scale, quantize
+    from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
     from quantkit.scheme import QuantScheme
     from quantkit.source import open_source
 
@@ -207,8 +209,13 @@ def write_rtn_checkpoint() -> Callable[..., Path]:
         group_size: int = 32,
         overrides: dict[str, Any] | None = None,
         ignore: tuple[str, ...] = ("lm_head",),
+        scheme: QuantScheme | None = None,
+        form: Format | None = None,
+        input_scale: torch.Tensor | None = None,
         **writer_options: Any,
     ) -> Path:
+        form = form or Format("compressed-tensors")
+        common = scheme or QuantScheme(num_bits=4, group_size=group_size)
         source = open_source(source_folder)
         model = source.skeleton()
         source.materialize(model)
@@ -216,22 +223,22 @@ def write_rtn_checkpoint() -> Callable[..., Path]:
         weights: dict[str, QuantizedWeight] = {}
         for name, module in linears.items():
             if name not in ignore:
-                scheme = (overrides or {}).get(name, QuantScheme(num_bits=4, group_size=group_size))
-                scale = absmax_scale(module.weight.float(), scheme, source.dtype)
-                weights[name] = QuantizedWeight(quantize(module.weight, scale, scheme), scale, scheme)
+                own = (overrides or {}).get(name, common)
+                scale, zero = choose_qparams(module.weight.float(), own, form.scale_dtype(source.dtype))
+                weights[name] = QuantizedWeight(quantize(module.weight, scale, own, zero), scale, own, zero)
                 module.weight.data = weights[name].dequantize(source.dtype)
         specs = {}
         for name, info in source.tensors.items():
             layer = name.removesuffix(".weight")
             if layer in weights:
-                specs |= compressed_tensors.layer_specs(layer, info.shape, weights[layer].scheme, info.dtype)
+                specs |= form.layer_specs(layer, info.shape, weights[layer].scheme, info.dtype)
             else:
-                specs[name] = compressed_tensors.TensorSpec(info.dtype, info.shape)
+                specs[name] = TensorSpec(info.dtype, info.shape)
         with ShardWriter(out, specs, **writer_options) as writer:
             for layer, weight in weights.items():
-                for name, tensor in compressed_tensors.encode(layer, weight).items():
+                for name, tensor in form.encode(layer, weight, input_scale).items():
                     writer.write(name, tensor)
-            for name in specs.keys() & source.tensors.keys():
+            for name in source.tensors.keys() - {f"{layer}.weight" for layer in weights}:
                 writer.copy(name, *source.locate(name))
             writer.finish()
         for path in source.side_files():
@@ -239,7 +246,7 @@ def write_rtn_checkpoint() -> Callable[..., Path]:
         config = json.loads((source_folder / "config.json").read_text())
         schemes = {name: weight.scheme for name, weight in weights.items()}
         ignored = [name for name in linears if name not in weights]
-        config["quantization_config"] = compressed_tensors.quantization_config(schemes, ignored)
+        config["quantization_config"] = form.quantization_config(schemes, ignored)
         (out / "config.json").write_text(json.dumps(config))
         ids = torch.arange(2, 34).unsqueeze(0)
         with torch.no_grad():

@@ -9,14 +9,32 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from quantkit_kernels.dispatch import choose_linear, choose_store_kv_cache, choose_w4a16_gemm
-from quantkit_kernels.reference import check_w4a16
+from quantkit_kernels import reference
+from quantkit_kernels.dispatch import (
+    choose_linear,
+    choose_store_kv_cache,
+    choose_w4a16_gemm,
+    choose_w8a8_gemm,
+    choose_w8a16_gemm,
+)
+from quantkit_kernels.reference import check_int8, check_w4a16, pack_int4
 
-__all__ = ["W4A16Weight", "linear", "prepack_w4a16", "store_kv_cache", "w4a16_gemm"]
+__all__ = [
+    "PreparedWeight",
+    "linear",
+    "pack_int4",
+    "prepack_w4a16",
+    "prepack_w8a8",
+    "prepack_w8a16",
+    "store_kv_cache",
+    "w4a16_gemm",
+    "w8a8_gemm",
+    "w8a16_gemm",
+]
 
 
-class W4A16Weight(Protocol):
-    """A 4-bit weight in the form that its body wants."""
+class PreparedWeight(Protocol):
+    """A weight of integer codes in the form that its body wants."""
 
     body: str
 
@@ -41,7 +59,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return product
 
 
-def prepack_w4a16(weight_packed: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> tuple[W4A16Weight, str]:
+def prepack_w4a16(
+    weight_packed: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype, zero_point: Tensor | None = None
+) -> tuple[PreparedWeight, str]:
     """Bring a 4-bit weight into the form that the fastest body wants, once; calling the result multiplies.
 
     Args:
@@ -49,6 +69,7 @@ def prepack_w4a16(weight_packed: Tensor, scale: Tensor, group_size: int, dtype: 
         scale: [N, K / group_size] floating.
         group_size: columns that share a scale; -1 is one scale per row.
         dtype: of the activations.
+        zero_point: like scale, int8; None for symmetric weights.
 
     Returns:
         The weight, whose call equals `reference.w4a16_gemm` within the precision of its body, and the reason for it.
@@ -56,13 +77,47 @@ def prepack_w4a16(weight_packed: Tensor, scale: Tensor, group_size: int, dtype: 
     Raises:
         ValueError: shapes or dtypes that do not fit.
     """
-    check_w4a16(weight_packed, scale, group_size)
+    check_w4a16(weight_packed, scale, group_size, zero_point)
     choice = choose_w4a16_gemm(weight_packed, scale, group_size, dtype)
-    weight: W4A16Weight = choice.function(weight_packed, scale, group_size)
+    weight: PreparedWeight = choice.function(weight_packed, scale, group_size, zero_point)
     return weight, choice.reason
 
 
-def w4a16_gemm(x: Tensor, weight_packed: Tensor, scale: Tensor, group_size: int) -> Tensor:
+def prepack_w8a16(
+    codes: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype, zero_point: Tensor | None = None
+) -> tuple[PreparedWeight, str]:
+    """The same for an 8-bit weight, [N, K] int8; the call equals `reference.w8a16_gemm`."""
+    check_int8(codes, scale, group_size, zero_point)
+    choice = choose_w8a16_gemm(codes, dtype)
+    weight: PreparedWeight = choice.function(codes, scale, group_size, zero_point)
+    return weight, choice.reason
+
+
+def prepack_w8a8(
+    codes: Tensor, scale: Tensor, dtype: torch.dtype, input_scale: Tensor | None = None
+) -> tuple[PreparedWeight, str]:
+    """The same for an 8-bit weight, [N, K] int8, and 8-bit inputs; the call equals `reference.w8a8_gemm`."""
+    check_int8(codes, scale, reference.PER_CHANNEL)
+    choice = choose_w8a8_gemm(codes, dtype)
+    weight: PreparedWeight = choice.function(codes, scale, input_scale)
+    return weight, choice.reason
+
+
+def w4a16_gemm(
+    x: Tensor, weight_packed: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None = None
+) -> Tensor:
     """Multiply by a 4-bit weight once; see `reference.w4a16_gemm`. For repeated use prepack it (`prepack_w4a16`)."""
-    weight, _ = prepack_w4a16(weight_packed, scale, group_size, x.dtype)
+    weight, _ = prepack_w4a16(weight_packed, scale, group_size, x.dtype, zero_point)
+    return weight(x)
+
+
+def w8a16_gemm(x: Tensor, codes: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None = None) -> Tensor:
+    """Multiply by an 8-bit weight once; see `reference.w8a16_gemm`. For repeated use prepack it (`prepack_w8a16`)."""
+    weight, _ = prepack_w8a16(codes, scale, group_size, x.dtype, zero_point)
+    return weight(x)
+
+
+def w8a8_gemm(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None) -> Tensor:
+    """Multiply 8-bit inputs by an 8-bit weight once; see `reference.w8a8_gemm`. For repeated use `prepack_w8a8`."""
+    weight, _ = prepack_w8a8(codes, scale, x.dtype, input_scale)
     return weight(x)

@@ -29,12 +29,14 @@ class _Run:
         start: the first row of the weight in it.
         packed: [P, K, width / 2] uint8, a view of the packed weight.
         scale: [G, 1, P * width], in the order of the codes in the bytes.
+        zero: likewise, what a code of 0 is worth; None for symmetric weights.
         panel: the layout of each.
     """
 
     start: int
     packed: Tensor
     scale: Tensor
+    zero: Tensor | None
     panel: Panel
 
 
@@ -65,9 +67,11 @@ class CpuW4A16:
         group_size: 32, 64, 128 or 256.
         dtype: of the activations: bfloat16, or float32 (then every product dequantizes, because aten's int4 kernel is
             vectorized for bfloat16 only).
+        zero_point: [N, K / group_size] int8, or None for symmetric weights.
 
     Precision: the int4 kernel multiplies exact weights; the dense product too where it runs in float32, and where it
-        runs in bfloat16 it rounds the weights to it first. Sums are in float32, rounded once.
+        runs in bfloat16 it rounds the weights to it first. Sums are in float32, rounded once. The int4 kernel reads
+        what a code of 0 is worth, -zero_point * scale, in bfloat16: within 1/64 of a step of the grid.
 
     Raises:
         ValueError: what `cpu_w4a16_blocker` says.
@@ -75,8 +79,15 @@ class CpuW4A16:
 
     body = "cpu int4pack"
 
-    def __init__(self, weight_packed: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> None:
-        reference.check_w4a16(weight_packed, scale, group_size)
+    def __init__(
+        self,
+        weight_packed: Tensor,
+        scale: Tensor,
+        group_size: int,
+        dtype: torch.dtype,
+        zero_point: Tensor | None = None,
+    ) -> None:
+        reference.check_w4a16(weight_packed, scale, group_size, zero_point)
         blocker = cpu_w4a16_blocker(weight_packed, scale, group_size, dtype)
         if blocker is not None:
             raise ValueError(blocker)
@@ -89,10 +100,12 @@ class CpuW4A16:
         codes = reference.unpack_int4(weight_packed).to(torch.int32).add_(8)
         self._packed: Tensor = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)
         scales = scale.to(dtype).t()
-        self._scale_and_zero = torch.stack([scales, torch.zeros_like(scales)], dim=-1).contiguous()
-        self._runs = self._split(scales)
+        zeros = None if zero_point is None else -zero_point.t().float() * scales.float()
+        rounded = torch.zeros_like(scales) if zeros is None else zeros.to(dtype)
+        self._scale_and_zero = torch.stack([scales, rounded], dim=-1).contiguous()
+        self._runs = self._split(scales, zeros)
 
-    def _split(self, scales: Tensor) -> list[_Run]:
+    def _split(self, scales: Tensor, zeros: Tensor | None) -> list[_Run]:
         panels = split_panels(self.out_features)
         assert panels is not None, "cpu_w4a16_blocker lets no such weight through"
         runs: list[_Run] = []
@@ -100,19 +113,25 @@ class CpuW4A16:
         flat = self._packed.flatten()
         for count, panel in panels:
             stop = start + count * panel.width
-            scale = scales[:, start:stop]
-            if panel.rows is not None:
-                scale = scale.unflatten(1, (count, panel.width))[:, :, panel.rows].flatten(1)
+            scale = self._in_panels(scales[:, start:stop], count, panel)
+            zero = None if zeros is None else self._in_panels(zeros[:, start:stop], count, panel)
             packed = flat[start * self.in_features // 2 : stop * self.in_features // 2]
             view = packed.view(count, self.in_features, panel.width // 2)
-            runs.append(_Run(start, view, scale.to(self.dense_dtype).unsqueeze(1).contiguous(), panel))
+            runs.append(_Run(start, view, scale, zero, panel))
             start = stop
         return runs
+
+    def _in_panels(self, values: Tensor, count: int, panel: Panel) -> Tensor:
+        """[G, 1, P * width] in ``dense_dtype`` from [G, P * width], in the order of the codes in the bytes."""
+        if panel.rows is not None:
+            values = values.unflatten(1, (count, panel.width))[:, :, panel.rows].flatten(1)
+        return values.to(self.dense_dtype).unsqueeze(1).contiguous()
 
     @property
     def nbytes(self) -> int:
         """Bytes that this weight keeps in memory."""
-        return self._packed.nbytes + self._scale_and_zero.nbytes + sum(run.scale.nbytes for run in self._runs)
+        by_run = [tensor.nbytes for run in self._runs for tensor in (run.scale, run.zero) if tensor is not None]
+        return self._packed.nbytes + self._scale_and_zero.nbytes + sum(by_run)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., N] product of the activations, [..., K] in ``dtype``, with the weight."""
@@ -145,8 +164,10 @@ class CpuW4A16:
                 by_panel = weight.permute(1, 0, 2, 3)
                 by_panel[:, :, 0] = (packed & 15).view(torch.int8).sub_(8)
                 by_panel[:, :, 1] = (packed >> 4).view(torch.int8).sub_(8)
-                scale = run.scale[:, :, first * width : (first + count) * width]
-                weight.view(scale.shape[0], -1, count * width).mul_(scale)
+                members = slice(first * width, (first + count) * width)
+                by_group = weight.view(run.scale.shape[0], -1, count * width).mul_(run.scale[:, :, members])
+                if run.zero is not None:
+                    by_group.add_(run.zero[:, :, members])
                 start = run.start + first * width
                 columns: slice | Tensor = slice(start, start + count * width)
                 if run.panel.rows is not None:

@@ -1,8 +1,8 @@
 """Measure on this machine where the CPU bodies cross over: ``python -m quantkit_kernels.crossover``.
 
 Prints microseconds of CPU time for each shape and number of rows, as JSON lines, for one thread; the constants
-`cpu_w4a16.MAX_INT4_ROWS` and `cpu_linear.MIN_WIDENED_ROWS` come from it. CPU time instead of wall time, so that other
-processes on the machine disturb it less.
+`cpu_w4a16.MAX_INT4_ROWS`, `cpu_int8.MAX_INT8_ROWS` and `cpu_linear.MIN_WIDENED_ROWS` come from it. CPU time instead of
+wall time, so that other processes on the machine disturb it less.
 """
 
 import json
@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from quantkit_kernels.cpu_capability import describe_cpu
+from quantkit_kernels.cpu_int8 import widened_product
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_w4a16 import CpuW4A16
 
@@ -40,12 +41,17 @@ def measure(out_features: int, in_features: int) -> list[dict[str, object]]:
     scale = torch.rand(out_features, in_features // GROUP_SIZE).to(dtype)
     packed = CpuW4A16(words, scale, GROUP_SIZE, dtype)
     weight = torch.randn(out_features, in_features, dtype=dtype)
+    codes = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
+    row_scale = torch.rand(out_features, 1).to(dtype)
     records: list[dict[str, object]] = []
     for rows in ROWS:
         x = torch.randn(rows, in_features, dtype=dtype)
         bodies: dict[str, Callable[[], object]] = {
             "int4pack": lambda x=x: packed._int4_product(x),  # type: ignore[misc]
             "dequantized": lambda x=x: packed._dense_product(x),  # type: ignore[misc]
+            "int8pack": lambda x=x: torch._weight_int8pack_mm(x, codes, row_scale.flatten()),  # type: ignore[misc]
+            "int8_widened": lambda x=x: widened_product(x.float(), codes, row_scale.float()),  # type: ignore[misc]
+            "int_mm": lambda x=x: torch._int_mm(x.to(torch.int8), codes.t()),  # type: ignore[misc]
             "bfloat16": lambda x=x: F.linear(x, weight),  # type: ignore[misc]
             "widened": lambda x=x: widened_linear(x, weight),  # type: ignore[misc]
         }

@@ -7,14 +7,15 @@ falls back in silence: a body that cannot run says why, and the reason travels w
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.cpu_capability import describe_cpu, has_bfloat16_matmul
+from quantkit_kernels.cpu_capability import describe_cpu, has_bfloat16_matmul, has_int8_matmul
+from quantkit_kernels.cpu_int8 import CpuW8A8, CpuW8A16, cpu_int8_blocker
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_w4a16 import CpuW4A16, cpu_w4a16_blocker
 
@@ -69,32 +70,62 @@ def choose_linear(device: torch.device, dtype: torch.dtype) -> Choice:
     return Choice("linear", "aten", f"{dtype} on {device.type}", torch.nn.functional.linear)
 
 
-class ReferenceW4A16:
-    """A 4-bit weight as the checkpoint stores it; calling it dequantizes and multiplies, as the reference does."""
+class ReferenceWeight:
+    """A weight as it is given; calling it dequantizes and multiplies, as the reference does.
+
+    Args:
+        operation: of `reference`.
+        arguments: all but the activations.
+    """
 
     body = "reference"
 
-    def __init__(self, weight_packed: Tensor, scale: Tensor, group_size: int) -> None:
-        reference.check_w4a16(weight_packed, scale, group_size)
-        self._weight_packed, self._scale, self._group_size = weight_packed, scale, group_size
+    def __init__(self, operation: Callable[..., Tensor], *arguments: Tensor | int | None) -> None:
+        self._operation, self._arguments = operation, arguments
 
     @property
     def nbytes(self) -> int:
         """Bytes that this weight keeps in memory."""
-        return self._weight_packed.nbytes + self._scale.nbytes
+        return sum(argument.nbytes for argument in self._arguments if isinstance(argument, Tensor))
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., N] product of the activations, [..., K], with the weight."""
-        return reference.w4a16_gemm(x, self._weight_packed, self._scale, self._group_size)
+        return self._operation(x, *self._arguments)
 
 
 def choose_w4a16_gemm(weight_packed: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> Choice:
-    """The body of w4a16_gemm for one weight; ``function(weight_packed, scale, group_size)`` prepares it."""
+    """The body of w4a16_gemm for one weight; ``function(weight_packed, scale, group_size, zero_point)`` prepares it."""
     blocker = cpu_w4a16_blocker(weight_packed, scale, group_size, dtype)
     if blocker is not None:
-        return Choice("w4a16_gemm", "reference", blocker, ReferenceW4A16)
+        return Choice("w4a16_gemm", "reference", blocker, partial(ReferenceWeight, reference.w4a16_gemm))
 
-    def prepack(weight_packed: Tensor, scale: Tensor, group_size: int) -> CpuW4A16:
-        return CpuW4A16(weight_packed, scale, group_size, dtype)
+    def prepack(weight_packed: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> CpuW4A16:
+        return CpuW4A16(weight_packed, scale, group_size, dtype, zero_point)
 
     return Choice("w4a16_gemm", CpuW4A16.body, f"{dtype} on a CPU with {describe_cpu()}", prepack)
+
+
+def choose_w8a16_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
+    """The body of w8a16_gemm for one weight; ``function(codes, scale, group_size, zero_point)`` prepares it."""
+    blocker = cpu_int8_blocker(codes, dtype)
+    if blocker is not None:
+        return Choice("w8a16_gemm", "reference", blocker, partial(ReferenceWeight, reference.w8a16_gemm))
+
+    def prepack(codes: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> CpuW8A16:
+        return CpuW8A16(codes, scale, group_size, dtype, zero_point)
+
+    return Choice("w8a16_gemm", CpuW8A16.body, f"{dtype} on a CPU with {describe_cpu()}", prepack)
+
+
+def choose_w8a8_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
+    """The body of w8a8_gemm for one weight; ``function(codes, scale, input_scale)`` prepares it."""
+    blocker = cpu_int8_blocker(codes, dtype)
+    if blocker is not None:
+        return Choice("w8a8_gemm", "reference", blocker, partial(ReferenceWeight, reference.w8a8_gemm))
+
+    def prepack(codes: Tensor, scale: Tensor, input_scale: Tensor | None) -> CpuW8A8:
+        return CpuW8A8(codes, scale, dtype, input_scale)
+
+    body = "cpu int8 whole numbers" if has_int8_matmul() else "cpu int8 widened"
+    fast = "with" if has_int8_matmul() else "without"
+    return Choice("w8a8_gemm", body, f"{dtype} on a CPU {fast} 8-bit matrix products (VNNI)", prepack)

@@ -4,9 +4,9 @@ A newcomer adds one file and one line to ``ALGORITHMS``. An algorithm is a funct
 
     algorithm(weight, statistics, scheme, options, scale_dtype) -> Solution
 
-with ``weight`` [N, K] float32, ``statistics`` the inputs' second moment or None when the recipe calibrates nothing, and
+with ``weight`` [N, K] float32, ``statistics`` of the layer's inputs or None when the recipe calibrates nothing, and
 ``options`` the file's own ``Options`` dataclass. It works on each row alone: layers that share their input are solved
-together by stacking their rows.
+together by stacking their rows. ``wanted(options)`` of the file says what of the inputs it looks at.
 """
 
 import importlib
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.statistics import InputStatistics
+from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import RecipeError
 from quantkit.primitives import QuantizedWeight
 from quantkit.scheme import QuantScheme
@@ -32,12 +32,14 @@ class Solution:
         damp_fraction: damping that was used, as a fraction of the Hessian's mean diagonal; None if there is none.
         dead_columns: input columns that no calibration token ever activated.
         fallbacks: in plain words, whatever was done other than asked; empty when nothing was.
+        stages: for each stage that had a choice, what was tried, the errors, and which won.
     """
 
     weight: QuantizedWeight
     damp_fraction: float | None = None
     dead_columns: int = 0
     fallbacks: tuple[str, ...] = field(default_factory=tuple)
+    stages: dict[str, Any] = field(default_factory=dict)
 
 
 AlgorithmFunction = Callable[[Tensor, InputStatistics | None, QuantScheme, Any, torch.dtype], Solution]
@@ -45,12 +47,17 @@ AlgorithmFunction = Callable[[Tensor, InputStatistics | None, QuantScheme, Any, 
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """An entry of the table, imported: the function, its options and whether it needs calibration."""
+    """An entry of the table, imported: the function, its options and what it looks at of a layer's inputs."""
 
     name: str
     solve: AlgorithmFunction
     options: Any
-    needs_calibration: bool
+    wanted: Wanted
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether it looks at inputs at all."""
+        return bool(self.wanted)
 
 
 ALGORITHMS = {  # recipe name -> module; imported on first use
@@ -72,4 +79,4 @@ def load_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
         built = module.Options(**(options or {}))
     except TypeError as error:
         raise RecipeError(f"algorithm {name}: {error}") from error
-    return Algorithm(name, getattr(module, name), built, module.NEEDS_CALIBRATION)
+    return Algorithm(name, getattr(module, name), built, module.wanted(built))

@@ -1,19 +1,23 @@
-"""GPTQ: round column by column and let the columns that are still open make up for each error."""
+"""GPTQ with its grid, its damping and its scales chosen by held-out error, one plain function a stage."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.algorithms import Solution
-from quantkit.algorithms.scale_search import search_scales
-from quantkit.calibration.statistics import InputStatistics
+from quantkit.algorithms.error_feedback import MAX_DAMP_FRACTION, factor_inverse, solve_columns
+from quantkit.algorithms.scale_refit import refit_scales
+from quantkit.algorithms.scale_search import search_qparams
+from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import QuantizationError
 from quantkit.primitives import QuantizedWeight
 from quantkit.scheme import QuantScheme
 
-NEEDS_CALIBRATION = True
-MAX_DAMP_FRACTION = 1.0
+_TRIAL_ROWS = 128  # rows that grids and dampings are tried on; each row is a problem of its own
+
+Qparams = tuple[Tensor, Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,19 +25,66 @@ class Options:
     """Options of GPTQ.
 
     Attributes:
-        damp_fraction: added to the Hessian's diagonal, as a fraction of its mean; in (0, 1]. Raised tenfold, and
-            recorded, while the Hessian cannot be factored.
+        damp_fraction: added to the Hessian's diagonal, as a fraction of its mean; in (0, 1]. Of several the one with
+            the least held-out error is taken. Raised tenfold, and recorded, while the Hessian cannot be factored.
+        scale_search: what weights the rounding error of a column when scales are searched: ``pivot`` (what error
+            feedback leaves of it: its mean square given the columns that are solved later), ``diagonal`` (its mean
+            square), or ``auto`` (by held-out error).
+        scale_refit: fit the scales again to the finished codes, and keep them if the held-out error falls.
         block_size: columns whose errors are passed on to the rest in one matrix product.
     """
 
-    damp_fraction: float = 0.01
+    damp_fraction: tuple[float, ...] = (0.01,)
+    scale_search: str = "pivot"
+    scale_refit: bool = True
     block_size: int = 128
 
     def __post_init__(self) -> None:
-        if not 0 < self.damp_fraction <= MAX_DAMP_FRACTION:
-            raise TypeError(f"damp_fraction={self.damp_fraction} is outside (0, {MAX_DAMP_FRACTION}]")
+        for fraction in self.damp_fraction:
+            if not 0 < fraction <= MAX_DAMP_FRACTION:
+                raise TypeError(f"damp_fraction={fraction} is outside (0, {MAX_DAMP_FRACTION}]")
+        if self.scale_search not in ("auto", "diagonal", "pivot"):
+            raise TypeError(f"scale_search={self.scale_search!r}; choose from auto, diagonal, pivot")
         if self.block_size < 1:
             raise TypeError(f"block_size={self.block_size} is not positive")
+
+
+def wanted(options: Options) -> Wanted:
+    """Second moments, of the windows to solve with and of those that judge."""
+    return Wanted(gram=True, held_out=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """One stack of layers: weights, Hessian (dead columns made harmless), solving order, and what judges."""
+
+    weight: Tensor
+    hessian: Tensor
+    order: Tensor
+    judge: Tensor
+    scheme: QuantScheme
+    block_size: int
+
+    def rows(self, count: int) -> "_Problem":
+        """The same problem for ``count`` evenly taken rows."""
+        step = -(-self.weight.shape[0] // count)
+        return _Problem(self.weight[::step], self.hessian, self.order, self.judge, self.scheme, self.block_size)
+
+    def solve(self, qparams: Qparams, factor: Tensor) -> QuantizedWeight:
+        """Codes by error feedback."""
+        codes = solve_columns(self.weight, *qparams, factor, self.order, self.scheme, self.block_size)
+        return QuantizedWeight(codes, qparams[0], self.scheme, qparams[1])
+
+    def error(self, quantized: QuantizedWeight) -> float:
+        """Relative output error on the tokens that judge."""
+        return output_error(self.weight, quantized.dequantize(), self.judge)
+
+
+def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
+    """tr(D H D^T) / tr(W H W^T) with D = quantized - weight: the squared error of the outputs against their size."""
+    difference = quantized - weight
+    size = float(((weight @ hessian) * weight).sum())
+    return float(((difference @ hessian) * difference).sum()) / size if size > 0 else 0.0
 
 
 def gptq(
@@ -51,18 +102,19 @@ def gptq(
     Args:
         weight: [N, K] float32; not modified.
         statistics: inputs of the layer, at least one token.
-        scheme: symmetric scheme; its group size divides K.
-        options: damping and block size.
+        scheme: its group size divides K.
+        options: which stages there are.
         scale_dtype: dtype in which the scales are stored; they are rounded to it before the first column is.
 
     Returns:
-        Codes, scales and the damping that was used.
+        Codes and scales, the damping that was used, and for every stage what was tried and which won.
 
     Raises:
         QuantizationError: no tokens, or the Hessian cannot be factored at any damping.
 
-    Source: arXiv:2210.17323, Algorithm 1. Deviations: columns in static act-order, scales from a weighted search
-    instead of the group's extremes, factorization in float64.
+    Source: arXiv:2210.17323, Algorithm 1; the pivots as the weights of rounding errors: arXiv:2507.18553. Deviations:
+    columns in static act-order, scales from a weighted search instead of the group's extremes, factorization in
+    float64, and the stages of :class:`Options`.
     """
     if statistics is None or statistics.num_tokens == 0:
         raise QuantizationError("GPTQ needs calibration tokens and saw none", fix="Add calibration sources")
@@ -73,73 +125,60 @@ def gptq(
         weight = weight.masked_fill(dead, 0.0)
         hessian[dead, dead] = diagonal[~dead].mean() if (~dead).any() else 1.0
     order = torch.argsort(diagonal, descending=True, stable=True)
-    factor, damp_fraction = factor_inverse(hessian[order][:, order], options.damp_fraction)
-    scale = search_scales(weight, diagonal.float(), scheme, scale_dtype)
-    column_scale = scale.float().repeat_interleave(weight.shape[1] // scale.shape[1], dim=1)
-    codes = torch.empty(weight.shape, dtype=torch.int8)
-    codes[:, order] = solve_columns(weight[:, order], column_scale[:, order], factor, scheme, options.block_size)
-    escalated = damp_fraction > options.damp_fraction
-    fallbacks = (f"damp_fraction raised from {options.damp_fraction:g} to {damp_fraction:g}",) if escalated else ()
-    return Solution(QuantizedWeight(codes, scale, scheme), damp_fraction, int(dead.sum()), fallbacks)
+    judge, judged_by = statistics.judge()
+    problem = _Problem(weight, hessian, order, judge, scheme, options.block_size)
+    stages: dict[str, Any] = {"judged_by": judged_by}
+    qparams, factor, damp_fraction = _choose(problem, diagonal.float(), options, scale_dtype, stages)
+    solved = problem.solve(qparams, factor)
+    solved = _refit_if_better(problem, solved, stages) if options.scale_refit else solved
+    escalated = damp_fraction not in options.damp_fraction
+    asked = ", ".join(f"{fraction:g}" for fraction in options.damp_fraction)
+    fallbacks = (f"damp_fraction raised from {asked} to {damp_fraction:g}",) if escalated else ()
+    return Solution(solved, damp_fraction, int(dead.sum()), fallbacks, stages)
 
 
-def factor_inverse(hessian: Tensor, damp_fraction: float) -> tuple[Tensor, float]:
-    """Upper Cholesky factor U of the damped inverse, inverse(H + damp * mean(diag H) * I) = U^T U.
-
-    Args:
-        hessian: [K, K] float64, symmetric, positive semi-definite up to rounding.
-        damp_fraction: first damping; multiplied by ten while the factorization fails, up to 1.
-
-    Returns:
-        U [K, K] float32, and the damping fraction that was used.
-
-    Raises:
-        QuantizationError: not even damping 1 makes the matrix positive definite (it holds NaN or is no second moment).
-    """
-    size = hessian.shape[0]
-    mean = float(hessian.diagonal().mean())
-    tried = damp_fraction
-    while tried <= MAX_DAMP_FRACTION:
-        damped = hessian + tried * mean * torch.eye(size, dtype=hessian.dtype)
-        # Reversed, the lower factor L of the matrix gives the upper factor of the inverse without forming the inverse:
-        # J H J = L L^T  =>  inverse(H) = (J inverse(L) J)^T (J inverse(L) J), and J inverse(L) J is upper triangular.
-        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
-        if not failed and torch.isfinite(lower).all():
-            inverse = torch.linalg.solve_triangular(lower, torch.eye(size, dtype=hessian.dtype), upper=False)
-            return inverse.flip(0, 1).float().contiguous(), tried
-        tried = min(tried * 10, MAX_DAMP_FRACTION) if tried < MAX_DAMP_FRACTION else torch.inf
-    raise QuantizationError(
-        f"the Hessian cannot be factored, even with damp_fraction {MAX_DAMP_FRACTION:g}",
-        fix="Calibrate with more varied text",
-    )
-
-
-def solve_columns(weight: Tensor, column_scale: Tensor, factor: Tensor, scheme: QuantScheme, block_size: int) -> Tensor:
-    """Algorithm 1 of the paper on columns in the order given.
-
-    Args:
-        weight: [N, K] float32 in solving order.
-        column_scale: [N, K] float32 scale of every element, in the same order.
-        factor: [K, K] float32 upper factor of the inverse Hessian.
-        scheme: range of the codes.
-        block_size: columns between two updates of the rest.
+def _choose(
+    problem: _Problem, diagonal: Tensor, options: Options, scale_dtype: torch.dtype, stages: dict[str, Any]
+) -> tuple[Qparams, Tensor, float]:
+    """Grid and damping with the least held-out error on a share of the rows.
 
     Returns:
-        [N, K] int8 codes in solving order.
+        Scales and zero points of all rows, the factor of the inverse Hessian, and its damping fraction.
     """
-    w = weight.T.contiguous()  # [K, N]: a column of the paper is a row here, contiguous in memory
-    s = column_scale.T.contiguous()
-    codes = torch.empty_like(w)
-    columns = w.shape[0]
-    for start in range(0, columns, block_size):
-        stop = min(start + block_size, columns)
-        block, errors = w[start:stop], torch.empty(stop - start, w.shape[1])
-        u = factor[start:stop, start:stop]
-        pivots = u.diagonal().tolist()
-        for i, pivot in enumerate(pivots):
-            column, step = block[i], s[start + i]
-            q = torch.div(column, step, out=codes[start + i]).round_().clamp_(scheme.code_min, scheme.code_max)
-            error = torch.addcmul(column, q, step, value=-1.0, out=errors[i]).div_(pivot)
-            block[i + 1 :].addr_(u[i, i + 1 :], error, alpha=-1.0)
-        w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)  # lazy update of the columns still open
-    return codes.T.to(torch.int8).contiguous()
+    scheme, trial = problem.scheme, problem.rows(_TRIAL_ROWS)
+    hessian = problem.hessian[problem.order][:, problem.order]
+    factor, damp_fraction = factor_inverse(hessian, options.damp_fraction[0])
+    pivots = torch.empty_like(diagonal)
+    pivots[problem.order] = factor.diagonal().pow(-2)  # an error e in column i costs e^2 / U_ii^2 in the end
+    measures = {"pivot": pivots, "diagonal": diagonal}
+    if options.scale_search != "auto":
+        measures = {options.scale_search: measures[options.scale_search]}
+    grid = next(iter(measures))
+    if len(measures) > 1:
+        errors = {}
+        for name, measure in measures.items():
+            qparams = search_qparams(trial.weight, measure, scheme, scale_dtype)
+            errors[name] = trial.error(trial.solve(qparams, factor))
+        grid = min(errors, key=errors.__getitem__)
+        stages["scale_search"] = {"chosen": grid, "errors": errors}
+    if len(options.damp_fraction) > 1:
+        qparams = search_qparams(trial.weight, measures[grid], scheme, scale_dtype)
+        factors = {damp_fraction: factor}
+        errors = {f"{damp_fraction:g}": trial.error(trial.solve(qparams, factor))}
+        for fraction in options.damp_fraction[1:]:
+            if fraction > damp_fraction:
+                other, used = factor_inverse(hessian, fraction)
+                errors[f"{used:g}"] = trial.error(trial.solve(qparams, other))
+                factors[used] = other
+        damp_fraction = min(factors, key=lambda used: errors[f"{used:g}"])
+        factor = factors[damp_fraction]
+        stages["damp_fraction"] = {"chosen": damp_fraction, "errors": errors}
+    return search_qparams(problem.weight, measures[grid], scheme, scale_dtype), factor, damp_fraction
+
+
+def _refit_if_better(problem: _Problem, solved: QuantizedWeight, stages: dict[str, Any]) -> QuantizedWeight:
+    """The solution with scales fitted to its codes, if the held-out error falls."""
+    refitted = refit_scales(problem.weight, solved, problem.hessian.float())
+    before, after = problem.error(solved), problem.error(refitted)
+    stages["scale_refit"] = {"kept": after < before, "errors": {"before": before, "after": after}}
+    return refitted if after < before else solved

@@ -1,4 +1,4 @@
-"""Round to nearest: every weight to the nearest code, with the scale that the largest weight of its group asks for."""
+"""Round to nearest: every weight to the nearest code of its group's grid."""
 
 from dataclasses import dataclass
 
@@ -6,16 +6,28 @@ import torch
 from torch import Tensor
 
 from quantkit.algorithms import Solution
-from quantkit.calibration.statistics import InputStatistics
-from quantkit.primitives import QuantizedWeight, absmax_scale, quantize
+from quantkit.algorithms.scale_search import search_qparams
+from quantkit.calibration.statistics import InputStatistics, Wanted
+from quantkit.errors import QuantizationError
+from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.scheme import QuantScheme
-
-NEEDS_CALIBRATION = False
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """RTN has no options."""
+    """Options of RTN.
+
+    Attributes:
+        search: search the scale (and zero point) of each group for the least rounding error, each column weighted by
+            the mean square of its inputs, instead of covering the group's extremes. Needs calibration.
+    """
+
+    search: bool = False
+
+
+def wanted(options: Options) -> Wanted:
+    """Mean squares of the columns if scales are searched, else nothing."""
+    return Wanted(columns=options.search)
 
 
 def rtn(
@@ -25,17 +37,25 @@ def rtn(
     options: Options,
     scale_dtype: torch.dtype,
 ) -> Solution:
-    """Quantize without looking at data.
+    """Quantize each weight on its own.
 
     Args:
         weight: [N, K] float32.
-        statistics: not used.
-        scheme: symmetric scheme.
-        options: none.
+        statistics: of the layer's inputs; used only if ``options.search``.
+        scheme: any scheme of integer weights.
+        options: whether to search scales.
         scale_dtype: dtype in which the scales are stored; they are rounded to it before the weights are.
 
     Returns:
-        The same codes and scales as compressed-tensors' minmax observer gives.
+        Without a search the same codes, scales and zero points as compressed-tensors' minmax observer gives.
+
+    Raises:
+        QuantizationError: a search without calibration tokens.
     """
-    scale = absmax_scale(weight, scheme, scale_dtype)
-    return Solution(QuantizedWeight(quantize(weight, scale, scheme), scale, scheme))
+    if options.search:
+        if statistics is None or statistics.num_tokens == 0:
+            raise QuantizationError("RTN with search needs calibration tokens and saw none", fix="Set search: false")
+        scale, zero_point = search_qparams(weight, statistics.mean_square, scheme, scale_dtype)
+    else:
+        scale, zero_point = choose_qparams(weight, scheme, scale_dtype)
+    return Solution(QuantizedWeight(quantize(weight, scale, scheme, zero_point), scale, scheme, zero_point))

@@ -1,6 +1,6 @@
 """The two ends of a model that is run block by block: from token ids to the first block, from the last to logits."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 from quantkit.architectures import DecoderBlocks
 from quantkit.calibration.staged_block import BlockBatch
+
+HELD_OUT_EVERY = 8  # one window of so many judges what the others have solved
 
 
 class _Passage(nn.Module):
@@ -49,26 +51,30 @@ def _passages(
 
 
 def enter_blocks(
-    model: nn.Module, decoder: DecoderBlocks, token_ids: Tensor, token_mask: Tensor, batch_size: int
+    model: nn.Module, decoder: DecoderBlocks, windows: Iterable[tuple[Tensor, Tensor]]
 ) -> list[BlockBatch]:
     """Embed the windows and note what the model passes to each of its blocks.
 
     Args:
         model: everything outside the blocks has its weights; the blocks themselves are not run.
         decoder: the model's blocks.
-        token_ids: [W, T] int64.
-        token_mask: [W, T] bool; padding stands at the end of a window, so a causal model never looks at it.
-        batch_size: windows a batch.
+        windows: batches of token ids [B, T] int64 and token mask [B, T] bool; padding stands at the end of a window, so
+            a causal model never looks at it.
 
     Returns:
-        The batches at the door of block 0.
+        The batches at the door of block 0. Of the windows that count every eighth is held out (the last one if there
+        are fewer; none if there is one).
     """
+    given = list(windows)
+    counting = torch.cat([mask.any(dim=1) for _, mask in given])
+    every = min(HELD_OUT_EVERY, int(counting.sum()))
+    held_out = counting & (counting.cumsum(0) % every == 0) if every > 1 else torch.zeros_like(counting)
     batches = []
-    for start in range(0, token_ids.shape[0], batch_size):
-        part = token_ids[start : start + batch_size]
+    for (ids, mask), judges in zip(given, held_out.split([len(mask) for _, mask in given]), strict=True):
         with torch.inference_mode(), _passages(model, decoder) as calls:
-            model(part, use_cache=False, logits_to_keep=1)
-        batches.append(BlockBatch(calls[0][0].float(), token_mask[start : start + batch_size], [k for _, k in calls]))
+            model(ids, use_cache=False, logits_to_keep=1)
+        kwargs = [kwargs for _, kwargs in calls]
+        batches.append(BlockBatch(calls[0][0].float(), mask, kwargs, judges.unsqueeze(1).expand_as(mask)))
     return batches
 
 
@@ -93,3 +99,14 @@ def forget_weights(modules: Sequence[nn.Module]) -> None:
     """Free the parameters of finished blocks."""
     for module in modules:
         module.to("meta")
+
+
+def forget_outside(model: nn.Module, decoder: DecoderBlocks) -> None:
+    """Free the parameters outside the blocks (embeddings, final norm, head); tied ones stay tied, buffers stay."""
+    forgotten: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if name.startswith(f"{decoder.name}."):
+            continue
+        empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, forgotten.setdefault(id(parameter), empty))

@@ -1,227 +1,214 @@
-"""The tokens that calibrate: read from the recipe's sources, mixed by share, cut into windows of one length."""
+"""The tokens that calibrate: the recipe's sources, mixed by share and cut into windows."""
 
 import hashlib
-import json
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedTokenizerBase
 
+from quantkit.calibration.self_generated import Progress, generate_conversations
+from quantkit.calibration.sources import Document, read_documents
+from quantkit.calibration.tokenize import DocumentTokenizer, TokenizedDocument
 from quantkit.errors import CalibrationError
-from quantkit.recipe import Calibration
+from quantkit.recipe import Calibration, DatasetSource, SelfGeneratedSource, TextSource
+from quantkit.recipe.calibration import Source, default_sources
+from quantkit.source import ModelSource
 
-BUILTIN = "builtin"
-DATA_FOLDER = Path(__file__).parent / "data"
-BUILTIN_FILES = {"text": DATA_FOLDER / "general.txt", "jsonl": DATA_FOLDER / "chat.jsonl"}
-DOCUMENT_SEPARATOR = "<|document|>"
+MIN_PIECE_TOKENS = 8  # a shorter end of a document is dropped and counted
 
 
 @dataclass(frozen=True, slots=True)
 class CalibrationSet:
-    """Windows of tokens.
+    """Windows of tokens, the longest first.
 
     Attributes:
-        token_ids: [W, T] int64.
-        token_mask: [W, T] bool, False for padding.
+        token_ids: [W, T] int64; 0 where a window is shorter than T.
+        token_mask: [W, T] bool, whether a token counts in the statistics; padding never does.
+        lengths: [W] int64 tokens of each window that are not padding.
         sources: what came from where, for the record.
     """
 
     token_ids: Tensor
     token_mask: Tensor
+    lengths: Tensor
     sources: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that count."""
-        return int(self.token_mask.sum())
+        """Tokens without padding."""
+        return int(self.lengths.sum())
+
+    def batches(self, max_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """(token_ids, token_mask), both [B, L], L the longest of these windows and B * L at most ``max_tokens``."""
+        start = 0
+        while start < len(self.lengths):
+            longest = int(self.lengths[start])
+            stop = start + max(1, max_tokens // longest)
+            yield self.token_ids[start:stop, :longest], self.token_mask[start:stop, :longest]
+            start = stop
 
     def to_record(self) -> dict[str, Any]:
         """The digest that quantkit.json carries."""
         digest = hashlib.sha256(self.token_ids.numpy().tobytes() + self.token_mask.numpy().tobytes())
         return {
             "sources": self.sources,
+            "num_windows": len(self.lengths),
             "num_tokens": self.num_tokens,
-            "masked_tokens": int((~self.token_mask).sum()),
+            "masked_tokens": self.num_tokens - int(self.token_mask.sum()),
             "window_tokens": self.token_ids.shape[1],
             "sha256": digest.hexdigest(),
         }
 
 
-def build_calibration(calibration: Calibration, tokenizer: PreTrainedTokenizerBase) -> CalibrationSet:
-    """Read, tokenize and cut the recipe's sources.
+def build_calibration(calibration: Calibration, model: ModelSource, progress: Progress | None = None) -> CalibrationSet:
+    """Read or generate, tokenize and cut the recipe's sources.
 
-    The documents of a source are shuffled with the recipe's seed, joined, and cut into windows without overlap; what is
-    left over is dropped and counted. A text file is one document, unless it separates documents by lines that hold
-    ``<|document|>`` alone.
+    Each source gives its share of ``num_tokens``: pieces of at most ``window_tokens``, drawn with the recipe's seed.
+    Nothing of a document follows another in a window, unless ``pack_documents`` joins the shuffled documents of a
+    source before they are cut.
+
+    Args:
+        calibration: the recipe's section.
+        model: for its tokenizer, and as the author of self-generated text.
+        progress: is called with (stage, done, total) while the model generates.
 
     Raises:
         CalibrationError: a source is missing, empty, malformed or too short for its share.
     """
-    window = calibration.window_tokens
-    wanted = _windows_per_source(calibration)
-    windows: list[Tensor] = []
+    tokenizer = DocumentTokenizer(model.tokenizer())
+    sources = calibration.sources or default_sources(chat=tokenizer.has_chat_template)
+    _refuse_long_windows(calibration, model)
+    pieces: list[TokenizedDocument] = []
     records = []
-    for source, num_windows in zip(calibration.sources, wanted, strict=True):
-        documents = list(_tokenized(source, tokenizer))
-        if not documents:
-            raise CalibrationError(f"calibration source {_label(source)} holds no text", fix="Give it some, or drop it")
-        random.Random(calibration.seed).shuffle(documents)
-        stream = [token for document in documents for token in document]
-        need = num_windows * window
-        if len(stream) < need:
-            raise CalibrationError(
-                f"calibration source {_label(source)} has {len(stream):,} tokens and {need:,} are needed "
-                f"({num_windows} windows of {window})",
-                fix=_more_or_fewer(int(len(stream) // window * window / source.share)),
+    for number, source in enumerate(sources):
+        need = _num_tokens(source, calibration)
+        documents = _documents(source, model, need, calibration.seed + number, progress or (lambda *_: None))
+        tokenized = [_tokenize(tokenizer, source, document) for document in documents]
+        drawn, record = _draw(source, [document for document in tokenized if document.token_ids], need, calibration)
+        pieces += drawn
+        records.append(record | {"blank_documents": sum(not document.token_ids for document in tokenized)})
+    pieces.sort(key=lambda piece: -len(piece.token_ids))
+    lengths = torch.tensor([len(piece.token_ids) for piece in pieces])
+    token_ids = torch.zeros(len(pieces), int(lengths[0]), dtype=torch.int64)
+    token_mask = torch.zeros(token_ids.shape, dtype=torch.bool)
+    for row, piece in enumerate(pieces):
+        token_ids[row, : lengths[row]] = torch.tensor(piece.token_ids)
+        token_mask[row, : lengths[row]] = torch.tensor(piece.counted)
+    _refuse_unusable(token_ids, token_mask, model)
+    return CalibrationSet(token_ids, token_mask, lengths, records)
+
+
+def _documents(
+    source: Source, model: ModelSource, num_tokens: int, seed: int, progress: Progress
+) -> Sequence[Document]:
+    if isinstance(source, SelfGeneratedSource):
+        return generate_conversations(source, model, num_tokens, seed, progress)
+    return list(read_documents(source))
+
+
+def _tokenize(tokenizer: DocumentTokenizer, source: Source, document: Document) -> TokenizedDocument:
+    assistant_only = not isinstance(source, TextSource) and source.count == "assistant"
+    return tokenizer.tokenize(document, source_label(source), assistant_only=assistant_only)
+
+
+def _draw(
+    source: Source, documents: list[TokenizedDocument], need: int, calibration: Calibration
+) -> tuple[list[TokenizedDocument], dict[str, Any]]:
+    """``need`` tokens of a source in pieces, and what the record says of them.
+
+    Raises:
+        CalibrationError: the source has fewer.
+    """
+    label, window, rng = source_label(source), calibration.window_tokens, random.Random(calibration.seed)
+    if not documents:
+        raise CalibrationError(f"calibration source {label} holds no text", fix="Give it some, or drop it")
+    whole = documents
+    if calibration.pack_documents:
+        rng.shuffle(documents)
+        whole = [
+            TokenizedDocument(
+                [token for document in documents for token in document.token_ids],
+                [counts for document in documents for counts in document.counted],
             )
-        windows.append(torch.tensor(stream[:need], dtype=torch.int64).view(num_windows, window))
-        records.append(
-            {
-                "kind": source.kind,
-                "name": _label(source),
-                "share": source.share,
-                "documents": len(documents),
-                "tokens_available": len(stream),
-                "tokens_used": need,
-            }
+        ]
+    pieces = [piece for document in whole for piece in _cut(document, window)]
+    if not calibration.pack_documents:
+        rng.shuffle(pieces)
+    total = sum(len(document.token_ids) for document in whole)
+    available = sum(len(piece.token_ids) for piece in pieces)
+    if available < need:
+        possible = int(available / source.share)
+        raise CalibrationError(
+            f"calibration source {label} has {available:,} tokens and {need:,} are needed",
+            fix="Give it more text" + (f", or lower num_tokens to {possible}" if possible >= window else ""),
         )
-    token_ids = torch.cat(windows)
-    if int(token_ids.max()) >= (size := len(tokenizer)):
-        raise CalibrationError(f"the tokenizer gives id {int(token_ids.max())} but says that it has {size} tokens")
-    return CalibrationSet(token_ids, torch.ones_like(token_ids, dtype=torch.bool), records)
+    drawn: list[TokenizedDocument] = []
+    while need > 0:
+        piece = pieces[len(drawn)]
+        drawn.append(TokenizedDocument(piece.token_ids[:need], piece.counted[:need]))
+        need -= len(piece.token_ids)
+    return drawn, {
+        "kind": source.kind,
+        "name": label,
+        "share": source.share,
+        "documents": len(documents),
+        "windows": len(drawn),
+        "tokens_available": available,
+        "tokens_used": sum(len(piece.token_ids) for piece in drawn),
+        "tokens_dropped": total - available,
+    }
 
 
-def _more_or_fewer(num_tokens: int) -> str:
-    """What to do about a source that is too short; ``num_tokens`` is what it would suffice for."""
-    return f"Give it more text, or lower num_tokens to {num_tokens}" if num_tokens else "Give it more text"
+def _cut(document: TokenizedDocument, window: int) -> Iterator[TokenizedDocument]:
+    """Windows of a document without overlap; an end of fewer than MIN_PIECE_TOKENS is left out."""
+    for start in range(0, len(document.token_ids), window):
+        ids = document.token_ids[start : start + window]
+        if len(ids) >= min(MIN_PIECE_TOKENS, window):
+            yield TokenizedDocument(ids, document.counted[start : start + window])
 
 
-def _windows_per_source(calibration: Calibration) -> list[int]:
-    """Whole windows for each source: shares of the total by largest remainder."""
-    total = calibration.num_tokens // calibration.window_tokens
-    exact = [source.share * total for source in calibration.sources]
-    counts = [int(value) for value in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda i: counts[i] - exact[i])
-    for i in by_remainder[: total - sum(counts)]:
-        counts[i] += 1
-    for source, count in zip(calibration.sources, counts, strict=True):
-        if count == 0:
-            raise CalibrationError(
-                f"calibration source {_label(source)} gets no window: its share of {total} windows is under one half",
-                fix="Raise its share or num_tokens",
-            )
-    return counts
+def _num_tokens(source: Source, calibration: Calibration) -> int:
+    """The source's share of the tokens."""
+    count = round(source.share * calibration.num_tokens)
+    if count < MIN_PIECE_TOKENS:
+        raise CalibrationError(
+            f"calibration source {source_label(source)} gets {count} tokens: its share of "
+            f"{calibration.num_tokens} is too small",
+            fix="Raise its share or num_tokens",
+        )
+    return count
 
 
-def _label(source: Any) -> str:
+def source_label(source: Source) -> str:
     """The source in a message: the dataset's name, or the file's name without the path to it."""
-    return str(source.name) if source.kind == "dataset" else Path(source.path).name
+    if isinstance(source, DatasetSource):
+        return source.name
+    if isinstance(source, SelfGeneratedSource):
+        return f"self_generated ({Path(source.seed_prompts).name})"
+    return Path(source.path).name
 
 
-def _tokenized(source: Any, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
-    """Token ids of every document that is not empty."""
-    for document in _documents(source):
-        if isinstance(document, str):
-            ids = tokenizer(document, verbose=False)["input_ids"] if document.strip() else []
-        else:
-            ids = _render_chat(document, tokenizer, _label(source))
-        if ids:
-            yield list(ids)
-
-
-def _render_chat(messages: Sequence[dict[str, str]], tokenizer: PreTrainedTokenizerBase, label: str) -> list[int]:
-    """Token ids of a conversation. The template writes the special tokens itself, so none are added a second time."""
-    if not tokenizer.chat_template:
+def _refuse_long_windows(calibration: Calibration, model: ModelSource) -> None:
+    """Windows longer than the model was made for would calibrate on positions that it never serves."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if isinstance(longest, int) and calibration.window_tokens > longest:
         raise CalibrationError(
-            f"calibration source {label} has messages and the model's tokenizer has no chat template",
-            fix="Give plain text, or a model with a template",
+            f"window_tokens is {calibration.window_tokens} and {model.name} was made for {longest} positions",
+            fix=f"Lower window_tokens to at most {longest}",
         )
-    try:
-        text = tokenizer.apply_chat_template(list(messages), tokenize=False)
-    except Exception as error:  # a template is code of the model: it may raise anything
+
+
+def _refuse_unusable(token_ids: Tensor, token_mask: Tensor, model: ModelSource) -> None:
+    """Tokens that the model's embedding does not have, or nothing that counts."""
+    size = int(model.config.get_text_config().vocab_size)
+    if int(token_ids.max()) >= size:
         raise CalibrationError(
-            f"calibration source {label}: the chat template refuses a conversation: {error}"
-        ) from error
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _documents(source: Any) -> Iterable[str | list[dict[str, str]]]:
-    if source.kind == "dataset":
-        return _dataset_documents(source)
-    path = BUILTIN_FILES[source.kind] if source.path == BUILTIN else Path(source.path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise CalibrationError(f"calibration source {path} is not UTF-8 (byte {error.start})") from error
-    except OSError as error:
-        raise CalibrationError(f"cannot read calibration source {path}: {error.strerror}") from error
-    return _text_documents(text) if source.kind == "text" else _jsonl_documents(text, path)
-
-
-def _text_documents(text: str) -> Iterator[str]:
-    document: list[str] = []
-    for line in text.splitlines(keepends=True):
-        if line.strip() == DOCUMENT_SEPARATOR:
-            yield "".join(document)
-            document = []
-        else:
-            document.append(line)
-    yield "".join(document)
-
-
-def _jsonl_documents(text: str, path: Path) -> Iterator[str | list[dict[str, str]]]:
-    for number, line in enumerate(text.splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            raise CalibrationError(f"{path}, line {number}: no valid JSON ({error})") from error
-        if isinstance(value, dict) and isinstance(value.get("text"), str):
-            yield value["text"]
-        elif isinstance(value, dict) and _is_conversation(value.get("messages")):
-            yield value["messages"]
-        else:
-            raise CalibrationError(
-                f'{path}, line {number}: neither a "text" string nor "messages" with role and content'
-            )
-
-
-def _is_conversation(messages: Any) -> bool:
-    return (
-        isinstance(messages, list)
-        and bool(messages)
-        and all(
-            isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-            for turn in messages
+            f"the tokenizer gives id {int(token_ids.max())} and the model's vocabulary ends at {size - 1}",
+            fix="Model and tokenizer do not belong together",
         )
-    )
-
-
-def _dataset_documents(source: Any) -> Iterator[str | list[dict[str, str]]]:
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        raise CalibrationError(
-            f"calibration source {source.name} is a dataset and the package `datasets` is not installed",
-            fix="Install quantkit[datasets]",
-        ) from error
-    try:
-        rows = load_dataset(source.name, split=source.split)
-    except Exception as error:  # datasets raises errors of a dozen libraries; each means that it cannot be loaded
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CalibrationError(f"cannot load the dataset {source.name} (split {source.split}): {first}") from error
-    if source.column not in rows.column_names:
-        raise CalibrationError(
-            f"the dataset {source.name} has no column {source.column!r}", fix=f"Choose from {rows.column_names}"
-        )
-    for number, value in enumerate(rows[source.column]):
-        if isinstance(value, str) or _is_conversation(value):
-            yield value
-        else:
-            raise CalibrationError(f"{source.name}, row {number}: {source.column} is neither text nor messages")
+    if not token_mask.any():
+        raise CalibrationError("no token of the calibration counts", fix="Use count: all, or sources with answers")

@@ -1,20 +1,20 @@
 """One decoder block, run over the calibration windows stage by stage: solve what reads the first input, then go on.
 
 A stage is a set of linear layers that read the same tensor (q, k and v; then o; then gate and up; then down). The
-stages are found by running the block once, not by names, so every family has them. Going on from a solved stage does
-not start over: outputs of finished layers are kept and reused, so that each matrix product of the block is computed
-once in all.
+stages are found by running the block once, not by names, so every family has them. Each batch of windows goes through
+the block in a forward pass of its own that stops before a stage (a greenlet keeps its stack) and goes on when the stage
+is solved. So everything in the block is computed once, and only what a pass still needs stays in memory.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
-from quantkit.calibration.statistics import InputStatistics
+from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import CalibrationError, QuantizationError
 
 
@@ -26,25 +26,26 @@ class BlockBatch:
         hidden: [B, T, hidden] float32 input of the block; replaced by its output when the block is finished.
         token_mask: [B, T] bool, False for padding.
         kwargs: one mapping a decoder block: what the model passes to that block besides the hidden states.
+        held_out: [B, T] bool, True for windows that only judge; None for none.
     """
 
     hidden: Tensor
     token_mask: Tensor
     kwargs: Sequence[Mapping[str, Any]]
-
-
-class _StageReachedError(Exception):
-    """Ends a forward pass whose remaining work is not needed yet."""
+    held_out: Tensor | None = None
 
 
 class StagedBlock:
-    """Runs ``block`` over ``batches`` up to the input of a stage.
+    """Runs ``block`` over ``batches`` up to the input of a stage, and on from there.
 
     Args:
         block: the decoder block, its weights in memory; layers are solved by writing ``weight`` in place.
         index: position of the block in the model.
         linears: the layers to solve, by name inside the block.
         batches: the windows; their ``hidden`` is replaced by :meth:`finish`.
+
+    Attributes:
+        stages: layer names of each stage, in the order in which the block runs them.
 
     Raises:
         QuantizationError: a layer is never run by the first window (an expert that is not routed to).
@@ -54,122 +55,128 @@ class StagedBlock:
         self, block: nn.Module, index: int, linears: Mapping[str, nn.Linear], batches: Sequence[BlockBatch]
     ) -> None:
         self._block, self._index, self._linears, self._batches = block, index, dict(linears), batches
-        self._original = {name: module.forward for name, module in self._linears.items()}
-        self._kept: dict[nn.Module, list[Any]] = {}
-        self._restore: dict[nn.Module, Callable[..., Any]] = {}
-        self.stages = self._discover()
+        self.stages = discover_stages(block, index, self._linears, batches[0])
         self._solved: set[str] = set()
+        self._input_transforms: dict[str, Callable[[Tensor], Tensor]] = {}
+        self._passes = [greenlet(self._run) for _ in batches]
+        self._waiting: list[tuple[str, Tensor] | None] = [None] * len(batches)
+        leaders = {stage[0] for stage in self.stages}
+        self._handles = [
+            module.register_forward_pre_hook(self._door(name, name in leaders)) for name, module in linears.items()
+        ]
 
-    def collect(self, stage: Sequence[str]) -> InputStatistics:
+    def collect(self, stage: Sequence[str], wanted: Wanted) -> InputStatistics:
         """Statistics of the input that the layers of ``stage`` share, over all windows, after what is solved so far.
+
+        Args:
+            stage: of ``stages``; the ones before it are solved.
+            wanted: what to collect.
 
         Raises:
             CalibrationError: the inputs are not finite.
         """
-        leader = self._linears[stage[0]]
-        statistics = InputStatistics(leader.in_features)
+        leader = stage[0]
+        statistics = InputStatistics(self._linears[leader].in_features, wanted)
         for position, batch in enumerate(self._batches):
-            with self._stop_before(leader) as seen:
-                self._forward(position)
+            waiting = self._waiting[position]
+            if waiting is None or waiting[0] in self._solved:
+                waiting = self._advance(position)
+            if waiting is None or waiting[0] != leader:
+                continue  # this batch never reaches the stage (no token is routed to it)
             try:
-                statistics.add(seen[0], batch.token_mask)
+                statistics.add(waiting[1], batch.token_mask, batch.held_out)
             except FloatingPointError as error:
-                raise CalibrationError(f"block {self._index}, {stage[0]}: {error}") from error
+                raise CalibrationError(f"block {self._index}, {leader}: {error}") from error
         return statistics
 
-    def solved(self, stage: Sequence[str]) -> None:
-        """Say that the layers of ``stage`` have their final weights: their outputs may be kept from now on."""
+    def solved(self, stage: Sequence[str], input_transform: Callable[[Tensor], Tensor] | None = None) -> None:
+        """Say that the layers of ``stage`` have their final weights.
+
+        Args:
+            stage: names of layers.
+            input_transform: what an engine does to the inputs of these layers (it quantizes them); None for nothing.
+        """
         self._solved.update(stage)
-        for name in stage:
-            self._keep_outputs(self._linears[name])
-        for child_name, child in self._block.named_children():
-            inside = [name for name in self._linears if name.startswith(f"{child_name}.")]
-            if inside and self._solved.issuperset(inside) and child not in self._restore:
-                self._keep_outputs(child)  # now the child's output replaces those of its layers
+        if input_transform is not None:
+            self._input_transforms.update(dict.fromkeys(stage, input_transform))
 
     def finish(self) -> None:
-        """Run every window through the finished block and put the outputs in the place of the inputs."""
-        for position, batch in enumerate(self._batches):
-            batch.hidden = self._forward(position)
-            for kept in self._kept.values():
-                kept[position] = None
-        for module, forward in self._restore.items():
-            module.forward = forward
-        self._kept.clear()
-        self._restore.clear()
-
-    def _forward(self, position: int) -> Tensor:
-        self._position = position
-        batch = self._batches[position]
-        try:
-            with torch.inference_mode():
-                output = self._block(batch.hidden, **batch.kwargs[self._index])
-        except _StageReachedError:
-            return batch.hidden
-        return output[0] if isinstance(output, tuple) else output
-
-    def _discover(self) -> list[tuple[str, ...]]:
-        """Group the layers by the tensor that they read, in the order in which the block runs them."""
-        groups: list[tuple[Tensor, list[str]]] = []
-
-        def record(name: str) -> Callable[..., None]:
-            def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-                for tensor, names in groups:
-                    if tensor is args[0]:
-                        names.append(name)
-                        return
-                groups.append((args[0], [name]))
-
-            return hook
-
-        handles = [module.register_forward_pre_hook(record(name)) for name, module in self._linears.items()]
-        first = self._batches[0]
-        window = {key: _first_window(value, first.hidden.shape[0]) for key, value in first.kwargs[self._index].items()}
-        try:
-            with torch.inference_mode():
-                self._block(first.hidden[:1], **window)
-        finally:
-            for handle in handles:
-                handle.remove()
-        missing = set(self._linears) - {name for _, names in groups for name in names}
-        if missing:
-            raise QuantizationError(
-                f"block {self._index}: the first calibration window never reaches {', '.join(sorted(missing))}",
-                fix="Put the layer into `ignore`",
-            )
-        return [tuple(names) for _, names in groups]
-
-    def _keep_outputs(self, module: nn.Module) -> None:
-        """From now on compute the module once a window and answer from memory after that."""
-        kept: list[Any] = [None] * len(self._batches)
-        compute = module.forward
-        self._kept[module], self._restore[module] = kept, compute
-        nested = [inner for inner in self._kept if inner is not module and any(inner is m for m in module.modules())]
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            position = self._position
-            if kept[position] is None:
-                kept[position] = compute(*args, **kwargs)
-                for inner in nested:  # the outer output stands for the inner ones
-                    self._kept[inner][position] = None
-            return kept[position]
-
-        module.forward = forward
-
-    @contextmanager
-    def _stop_before(self, leader: nn.Module) -> Iterator[list[Tensor]]:
-        """Catch the input of ``leader`` and end the pass there."""
-        seen: list[Tensor] = []
-
-        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
-            seen.append(args[0])
-            raise _StageReachedError
-
-        handle = leader.register_forward_pre_hook(hook)
-        try:
-            yield seen
-        finally:
+        """Run every window to the end of the block and put the outputs in the place of the inputs."""
+        self._solved.update(self._linears)
+        for position, one_pass in enumerate(self._passes):
+            while not one_pass.dead:
+                self._advance(position)
+        for handle in self._handles:
             handle.remove()
+
+    def _advance(self, position: int) -> tuple[str, Tensor] | None:
+        """Let a pass go on until it waits before an unsolved stage; returns where it waits, None at its end."""
+        self._waiting[position] = None
+        one_pass = self._passes[position]
+        with torch.inference_mode():
+            reached = one_pass.switch() if one_pass else one_pass.switch(position)
+        if not one_pass.dead:
+            self._waiting[position] = reached
+        return self._waiting[position]
+
+    def _run(self, position: int) -> None:
+        batch = self._batches[position]
+        output = self._block(batch.hidden, **batch.kwargs[self._index])
+        batch.hidden = output[0] if isinstance(output, tuple) else output
+
+    def _door(self, name: str, leads: bool) -> Callable[..., Any]:
+        """A hook that waits before an unsolved stage, and transforms the input of a solved one."""
+
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if leads and name not in self._solved:
+                getcurrent().parent.switch((name, args[0]))
+            transform = self._input_transforms.get(name)
+            return None if transform is None else (transform(args[0]), *args[1:])
+
+        return hook
+
+
+def discover_stages(
+    block: nn.Module, index: int, linears: Mapping[str, nn.Linear], batch: BlockBatch
+) -> list[tuple[str, ...]]:
+    """Group layers by the tensor that they read, in the order in which the block runs them over one window.
+
+    Args:
+        block: the decoder block, its weights in memory.
+        index: position of the block in the model.
+        linears: the layers, by name inside the block.
+        batch: its first window is run.
+
+    Raises:
+        QuantizationError: the window does not reach a layer.
+    """
+    groups: list[tuple[Tensor, list[str]]] = []
+
+    def record(name: str) -> Callable[..., None]:
+        def hook(_: nn.Module, args: tuple[Tensor, ...]) -> None:
+            for tensor, names in groups:
+                if tensor is args[0]:
+                    names.append(name)
+                    return
+            groups.append((args[0], [name]))
+
+        return hook
+
+    handles = [module.register_forward_pre_hook(record(name)) for name, module in linears.items()]
+    window = {key: _first_window(value, batch.hidden.shape[0]) for key, value in batch.kwargs[index].items()}
+    try:
+        with torch.inference_mode():
+            block(batch.hidden[:1], **window)
+    finally:
+        for handle in handles:
+            handle.remove()
+    missing = set(linears) - {name for _, names in groups for name in names}
+    if missing:
+        raise QuantizationError(
+            f"block {index}: the first calibration window never reaches {', '.join(sorted(missing))}",
+            fix="Put the layer into `ignore`",
+        )
+    return [tuple(names) for _, names in groups]
 
 
 def _first_window(value: Any, batch_size: int) -> Any:

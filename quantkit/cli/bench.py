@@ -29,12 +29,17 @@ def bench_command(
     as_json: bool,
 ) -> None:
     """Measure how fast CANDIDATE writes beside BASELINE: tokens a second in turns, and their ratio with an interval."""
+    for size in batch_sizes:
+        if batch_sizes.count(size) > 1:
+            raise click.BadParameter(f"{size} is given twice", param_hint="'--batch-size'")
     from quantkit.gate import engine_config
     from quantkit.serve import Engine, EngineModel
     from quantkit.source import open_source
-    from quantkit_eval.records import write_throughput
+    from quantkit_eval.records import check_writable, write_throughput
     from quantkit_eval.throughput import measure_throughput
 
+    if output:
+        check_writable(output)
     with show_progress() as progress:
         sources = [open_source(model) for model in (baseline, candidate)]
         first, second = (EngineModel(Engine(source, engine_config(source))) for source in sources)

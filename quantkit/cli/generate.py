@@ -12,6 +12,8 @@ from quantkit.cli.output import emit, json_option
 if TYPE_CHECKING:
     from quantkit.serve import Engine, RequestOutput
 
+MAX_SEED = 2**63 - 1  # quantkit.serve.request.MAX_SEED, which would import torch
+
 
 @click.command("generate")
 @click.argument("model")
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--max-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Most new tokens.")
 @click.option("--temperature", type=float, default=0.0, show_default=True, help="0 is greedy.")
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Mass of the nucleus.")
-@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the sampling.")
+@click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of the sampling.")
 @click.option("--stop", multiple=True, help="A text that ends the answer; may be given several times.")
 @json_option
 def generate_command(
@@ -42,7 +44,9 @@ def generate_command(
     """
     if raw and system is not None:
         raise click.UsageError("--raw and --system exclude each other")
-    text = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    text = _read_stdin() if prompt == "-" else prompt
+    if not text:
+        raise click.UsageError("the prompt is empty")
     from quantkit.serve import Engine, EngineConfig, SamplingParams
 
     params = SamplingParams(temperature, top_p, max_tokens, stop, seed=seed)
@@ -56,6 +60,13 @@ def generate_command(
             click.echo(output.text, nl=False)
     seconds = time.perf_counter() - started
     emit(_document(engine, outputs, seconds), [""], as_json=as_json)
+
+
+def _read_stdin() -> str:
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"the prompt on stdin is not UTF-8 text (byte {error.start})") from error
 
 
 def _document(engine: "Engine", outputs: Sequence["RequestOutput"], seconds: float) -> dict[str, Any]:

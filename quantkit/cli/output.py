@@ -83,7 +83,7 @@ def throughput_lines(record: Mapping[str, Any]) -> list[str]:
             number(median(batch["baseline_tok_per_s"])),
             number(median(batch["candidate_tok_per_s"])),
             number(batch["ratio"]["value"]),
-            interval(batch["ratio"]["interval"]),
+            _with_level(batch["ratio"]),
         )
         for name, batch in record["batches"].items()
     ]
@@ -98,6 +98,11 @@ def number(value: float | None) -> str:
 def interval(ends: Sequence[float] | None) -> str:
     """``[0.91, 0.97]``, or nothing."""
     return "" if ends is None else f"[{number(ends[0])}, {number(ends[1])}]"
+
+
+def _with_level(ratio: Mapping[str, Any]) -> str:
+    """The interval with the confidence that it has: few pairs give little of it, one pair gives none."""
+    return f"{interval(ratio['interval'])} {100 * ratio['confidence']:.0f} %" if ratio["interval"] else "one pair: none"
 
 
 def _change(entry: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
 """``quantkit quantize``."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,9 @@ if TYPE_CHECKING:
 @click.argument("model", required=False)
 @click.option("--dry-run", is_flag=True, help="Print the plan, a row a layer, and write nothing.")
 @click.option("--overwrite", is_flag=True, help="Replace what lies in the output folder.")
-@click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same recipe stopped.")
+@click.option(
+    "--resume", is_flag=True, help="Go on where an interrupted run stopped, and leave its work if interrupted."
+)
 @json_option
 def quantize_command(
     recipe: str, model: str | None, dry_run: bool, overwrite: bool, resume: bool, as_json: bool
@@ -27,8 +29,6 @@ def quantize_command(
 
     MODEL is a hub id, a folder or a .gguf file and wins over the recipe's own.
     """
-    if overwrite and resume:
-        raise click.UsageError("--overwrite and --resume exclude each other")
     from quantkit.recipe import load_recipe
 
     loaded = load_recipe(recipe).with_model(model)
@@ -44,13 +44,13 @@ def quantize_command(
 
     with show_progress() as progress:
         manifest = quantize_model(loaded, overwrite=overwrite, resume=resume, progress=progress)
-    emit(manifest, _summary(manifest, loaded.outputs[0].path), as_json=as_json)
+    emit(manifest, _summary(manifest, [output.path for output in loaded.outputs]), as_json=as_json)
 
 
-def _summary(manifest: Mapping[str, Any], folder: Path) -> list[str]:
+def _summary(manifest: Mapping[str, Any], folders: Sequence[Path]) -> list[str]:
     layers = manifest["layers"]
     before, after = (size(sum(layer[key] for layer in layers)) for key in ("bytes_before", "bytes_after"))
-    return [f"{folder}: {len(layers)} layers in {manifest['seconds']:.0f} s, {before} -> {after}"]
+    return [f"{', '.join(map(str, folders))}: {len(layers)} layers in {manifest['seconds']:.0f} s, {before} -> {after}"]
 
 
 def _plan_lines(plan: "Plan") -> list[str]:
@@ -62,6 +62,9 @@ def _plan_lines(plan: "Plan") -> list[str]:
         *table(rows, header=("layer", "shape", "scheme", "bytes before", "bytes after")),
         f"{len(plan.layers)} layers at {plan.bits_per_weight:.3f} bits a weight",
         f"linear layers that stay as they are: {', '.join(plan.ignored) or 'none'}",
-        f"checkpoint: {size(plan.bytes_before)} -> {size(plan.bytes_after)}",
+        *(
+            f"{entry.format.name} checkpoint {entry.output.path}: {size(plan.bytes_before)} -> {size(entry.nbytes)}"
+            for entry in plan.outputs
+        ),
         *plan.notes,
     ]

@@ -10,8 +10,9 @@ from quantkit.cli.progress import show_progress
 @click.argument("recipe")
 @click.argument("model", required=False)
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint and records of an earlier run.")
+@click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same recipe stopped.")
 @json_option
-def run_command(recipe: str, model: str | None, overwrite: bool, as_json: bool) -> int:
+def run_command(recipe: str, model: str | None, overwrite: bool, resume: bool, as_json: bool) -> int:
     """Quantize, serve before and after, evaluate both, compare, report: the whole of RECIPE.
 
     RECIPE is a YAML file or the name of a built-in recipe. MODEL is a hub id, a folder or a .gguf file and wins over
@@ -26,7 +27,7 @@ def run_command(recipe: str, model: str | None, overwrite: bool, as_json: bool) 
     from quantkit import gate
 
     with show_progress() as progress:
-        verdict = gate.run(loaded, overwrite=overwrite, progress=progress)
+        verdict = gate.run(loaded, overwrite=overwrite, resume=resume, progress=progress)
     reports = [f"{kind}: {path}" for kind, path in loaded.report.paths.items()]
     emit(verdict, [*verdict_lines(verdict), *reports], as_json=as_json)
     return int(verdict["exit_code"])

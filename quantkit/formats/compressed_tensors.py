@@ -1,36 +1,55 @@
-"""The format ``pack-quantized`` of compressed-tensors: integer weights in 32-bit words; vLLM and transformers read it.
+"""The formats ``pack-quantized`` and ``int-quantized`` of compressed-tensors; vLLM and transformers read them.
 
-A layer P of N rows and K columns with b-bit codes is stored as
-    P.weight_packed  int32 [N, ceil(K*b/32)]  code + 2**(b-1) of column j in bits [j*b, j*b+b) of the row, lowest first
-    P.weight_scale   model dtype [N, G]       one scale a group of K/G columns; G = 1 for one scale a row
-    P.weight_shape   int64 [2]                (N, K)
-in the place of P.weight. The weight that a reader computes is code * scale.
+A layer P of N rows and K columns with b-bit codes and G scales a row is stored in the place of P.weight as
 
-Source: compressed-tensors, compressors/pack_quantized and quantization/quant_config.py.
+    pack-quantized, for 16-bit inputs
+    P.weight_packed      int32 [N, ceil(K*b/32)]  code + 2**(b-1) of column j in bits [j*b, j*b+b) of the row
+    P.weight_scale       model dtype [N, G]       one scale a group of K/G columns; G = 1 for one scale a row
+    P.weight_zero_point  int32 [ceil(N*b/32), G]  if asymmetric: zero point + 2**(b-1) of row i in bits [i*b, i*b+b)
+    P.weight_shape       int64 [2]                (N, K)
+
+    int-quantized, for 8-bit inputs
+    P.weight             int8 [N, K]              codes
+    P.weight_scale       model dtype [N, 1]
+    P.input_scale        model dtype [1]          if the inputs are static
+
+The weight that a reader computes is (code - zero point) * scale.
+
+Source: compressed-tensors, compressors/pack_quantized, compressors/naive_quantized and quantization/quant_config.py.
 """
 
-import math
-import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
+from quantkit.formats import Format, StoredConfig
+from quantkit.formats.holds import why_not
+from quantkit.formats.layer_tensors import check_weight, take
+from quantkit.formats.packing import num_words, pack_int32, unpack_int32
 from quantkit.formats.safetensors_file import TensorSpec
 from quantkit.primitives import QuantizedWeight
-from quantkit.scheme import PER_CHANNEL, QuantScheme
+from quantkit.scheme import PER_CHANNEL, InputScheme, QuantScheme
 
 QUANT_METHOD = "compressed-tensors"
-FORMAT = "pack-quantized"
-SUFFIXES = ("weight_packed", "weight_scale", "weight_shape")
-WORD_BITS = 32
+PACKED, INT, MIXED = "pack-quantized", "int-quantized", "mixed-precision"
 READ_BITS = range(2, 9)
 WEIGHT_KEYS = ("num_bits", "type", "symmetric", "strategy", "group_size", "dynamic")
 # keys that change nothing for weights that are stored already
 SILENT_KEYS = ("observer", "observer_kwargs", "scale_dtype", "zp_dtype", "actorder", "block_structure")
+
+
+def storage(scheme: QuantScheme) -> str:
+    """The package's name for the way a scheme is stored."""
+    return PACKED if scheme.input is None else INT
+
+
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scales are stored in the type of the weights."""
+    return dtype
 
 
 def layer_specs(name: str, shape: tuple[int, int], scheme: QuantScheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -46,112 +65,98 @@ def layer_specs(name: str, shape: tuple[int, int], scheme: QuantScheme, dtype: t
         ValueError: the group size does not divide K.
     """
     rows, columns = shape
-    return {
+    scale = TensorSpec(dtype, (rows, scheme.num_groups(columns)))
+    if scheme.input is not None:
+        specs = {f"{name}.weight": TensorSpec(torch.int8, shape), f"{name}.weight_scale": scale}
+        if not scheme.input.dynamic:
+            specs[f"{name}.input_scale"] = TensorSpec(dtype, (1,))
+        return specs
+    specs = {
         f"{name}.weight_packed": TensorSpec(torch.int32, (rows, num_words(columns, scheme.num_bits))),
-        f"{name}.weight_scale": TensorSpec(dtype, (rows, scheme.num_groups(columns))),
+        f"{name}.weight_scale": scale,
         f"{name}.weight_shape": TensorSpec(torch.int64, (2,)),
     }
+    if not scheme.symmetric:
+        packed_rows = num_words(rows, scheme.num_bits)
+        specs[f"{name}.weight_zero_point"] = TensorSpec(torch.int32, (packed_rows, scale.shape[1]))
+    return specs
 
 
-def encode(name: str, weight: QuantizedWeight) -> dict[str, Tensor]:
+def encode(name: str, weight: QuantizedWeight, input_scale: Tensor | None = None) -> dict[str, Tensor]:
     """The tensors of a quantized layer, with the specs of `layer_specs`.
 
+    Args:
+        name: of the layer on disk.
+        weight: codes, scales and zero points.
+        input_scale: [1] or [], of a scheme with static inputs.
+
     Raises:
-        CheckpointError: a scheme that this format does not hold, a code out of range, or a scale that is not finite.
+        CheckpointError: a scheme that this format does not hold, a code out of range, a scale that is not usable.
     """
+    check_weight(QUANT_METHOD, name, weight, input_scale)
     scheme = weight.scheme
-    if not scheme.symmetric:
-        raise CheckpointError(f"{name}: asymmetric weights are not supported yet")
-    low, high = weight.codes.aminmax()
-    if low < scheme.code_min or high > scheme.code_max:
-        raise CheckpointError(f"{name}: codes from {low} to {high} do not fit into {scheme.num_bits} bits")
-    if not torch.isfinite(weight.scale).all():
-        raise CheckpointError(f"{name}: a scale is not finite")
-    return {
+    scale = weight.scale.contiguous()
+    if scheme.input is not None:
+        tensors = {f"{name}.weight": weight.codes.contiguous(), f"{name}.weight_scale": scale}
+        if input_scale is not None:
+            tensors[f"{name}.input_scale"] = input_scale.reshape(1).to(scale.dtype)
+        return tensors
+    tensors = {
         f"{name}.weight_packed": pack_int32(weight.codes, scheme.num_bits),
-        f"{name}.weight_scale": weight.scale.contiguous(),
+        f"{name}.weight_scale": scale,
         f"{name}.weight_shape": torch.tensor(weight.codes.shape, dtype=torch.int64),
     }
+    if weight.zero_point is not None:
+        tensors[f"{name}.weight_zero_point"] = pack_int32(weight.zero_point.t(), scheme.num_bits).t().contiguous()
+    return tensors
 
 
-def decode(tensors: Mapping[str, Tensor], name: str, scheme: QuantScheme) -> QuantizedWeight:
+def decode(
+    tensors: Mapping[str, Tensor], name: str, scheme: QuantScheme, shape: tuple[int, int] | None = None
+) -> QuantizedWeight:
     """A quantized layer from its tensors; the opposite of `encode`.
+
+    Args:
+        tensors: at least those of the layer.
+        name: of the layer on disk.
+        scheme: how it is quantized.
+        shape: (N, K) that the model asks for; None for whatever is stored.
 
     Raises:
         CheckpointError: a tensor is missing, or its type or shape is not what the scheme asks for.
     """
-    missing = [suffix for suffix in SUFFIXES if f"{name}.{suffix}" not in tensors]
-    if missing:
-        raise CheckpointError(f"{name} has no {missing[0]}")
-    packed, scale, shape = (tensors[f"{name}.{suffix}"] for suffix in SUFFIXES)
-    if shape.numel() != 2:
-        raise CheckpointError(f"{name}.weight_shape holds {shape.numel()} numbers instead of 2")
-    rows, columns = (int(size) for size in shape)
+    scale = tensors.get(f"{name}.weight_scale")
+    if scale is None:
+        raise CheckpointError(f"{name} has no weight_scale")
+    stored = _stored_shape(tensors, name, scheme)
+    if shape is not None and stored != shape:
+        raise CheckpointError(f"{name} is stored as {list(stored)}, the model asks for {list(shape)}")
+    if not scale.dtype.is_floating_point:
+        raise CheckpointError(f"{name}.weight_scale is {scale.dtype}")
     try:
-        expected = layer_specs(name, (rows, columns), scheme, scale.dtype)
+        found = take(tensors, name, layer_specs(name, stored, scheme, scale.dtype))
     except ValueError as error:
         raise CheckpointError(f"{name}: {error}") from error
-    for suffix, tensor in zip(SUFFIXES[:2], (packed, scale), strict=True):
-        found = TensorSpec(tensor.dtype, tuple(tensor.shape))
-        if found != expected[f"{name}.{suffix}"]:
-            raise CheckpointError(
-                f"{name}.{suffix} is {found.dtype} {list(found.shape)}, {scheme} of [{rows}, {columns}] needs "
-                f"{expected[f'{name}.{suffix}'].dtype} {list(expected[f'{name}.{suffix}'].shape)}"
-            )
-    return QuantizedWeight(unpack_int32(packed, scheme.num_bits, columns), scale, scheme)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error} for {scheme} of {list(stored)}") from error
+    if scheme.input is not None:
+        return QuantizedWeight(found[0], scale, scheme)
+    zero_point = None
+    if not scheme.symmetric:
+        zero_point = unpack_int32(found[3].t().contiguous(), scheme.num_bits, stored[0]).t().contiguous()
+    return QuantizedWeight(unpack_int32(found[0], scheme.num_bits, stored[1]), scale, scheme, zero_point)
 
 
-def num_words(columns: int, num_bits: int) -> int:
-    """32-bit words for a row of ``columns`` codes."""
-    return math.ceil(columns * num_bits / WORD_BITS)
-
-
-def pack_int32(codes: Tensor, num_bits: int) -> Tensor:
-    """Pack signed codes into words, lowest bits first and without gaps.
-
-    Args:
-        codes: [N, K] int8 in [-2**(num_bits-1), 2**(num_bits-1) - 1].
-        num_bits: 1 to 8.
-
-    Returns:
-        [N, ceil(K*num_bits/32)] int32; the unused bits of a row's last word are 0.
-    """
-    rows, columns = codes.shape
-    unsigned = codes.to(torch.int64) + (1 << (num_bits - 1))
-    unsigned = torch.nn.functional.pad(unsigned, (0, -columns % WORD_BITS)).reshape(rows, -1, WORD_BITS)
-    words = torch.zeros(rows, unsigned.shape[1], num_bits, dtype=torch.int64, device=codes.device)
-    for i in range(WORD_BITS):  # 32 codes fill exactly num_bits words
-        word, shift = divmod(i * num_bits, WORD_BITS)
-        words[..., word] |= unsigned[..., i] << shift
-        if shift + num_bits > WORD_BITS:
-            words[..., word + 1] |= unsigned[..., i] >> (WORD_BITS - shift)
-    words = (words & 0xFFFFFFFF).reshape(rows, -1)[:, : num_words(columns, num_bits)]
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
-
-
-def unpack_int32(words: Tensor, num_bits: int, columns: int) -> Tensor:
-    """Signed codes from words; the opposite of `pack_int32`.
-
-    Args:
-        words: [N, ceil(columns*num_bits/32)] int32.
-        num_bits: 1 to 8.
-        columns: codes in a row.
-
-    Returns:
-        [N, columns] int8.
-    """
-    rows = words.shape[0]
-    wide = torch.nn.functional.pad(words.to(torch.int64) & 0xFFFFFFFF, (0, -words.shape[1] % num_bits))
-    wide = wide.reshape(rows, -1, num_bits)
-    codes = torch.empty(rows, wide.shape[1], WORD_BITS, dtype=torch.int8, device=words.device)
-    mask, offset = (1 << num_bits) - 1, 1 << (num_bits - 1)
-    for i in range(WORD_BITS):
-        word, shift = divmod(i * num_bits, WORD_BITS)
-        value = wide[..., word] >> shift
-        if shift + num_bits > WORD_BITS:
-            value = value | (wide[..., word + 1] << (WORD_BITS - shift))
-        codes[..., i] = ((value & mask) - offset).to(torch.int8)
-    return codes.reshape(rows, -1)[:, :columns].contiguous()
+def _stored_shape(tensors: Mapping[str, Tensor], name: str, scheme: QuantScheme) -> tuple[int, int]:
+    """(N, K) as the checkpoint says it."""
+    suffix = "weight_shape" if scheme.input is None else "weight"
+    tensor = tensors.get(f"{name}.{suffix}")
+    if tensor is None:
+        raise CheckpointError(f"{name} has no {suffix}")
+    sizes = tensor.tolist() if suffix == "weight_shape" else list(tensor.shape)
+    if not isinstance(sizes, list) or len(sizes) != 2:
+        raise CheckpointError(f"{name}.{suffix} does not give 2 sizes")
+    return int(sizes[0]), int(sizes[1])
 
 
 def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Sequence[str]) -> dict[str, Any]:
@@ -172,18 +177,20 @@ def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Sequence[str
     layers: dict[QuantScheme, list[str]] = {}
     for name, scheme in schemes.items():
         layers.setdefault(scheme, []).append(name)
+    storages = {storage(scheme) for scheme in layers}
     groups: dict[str, Any] = {}
     for number, (scheme, names) in enumerate(layers.items()):
-        targets = ["Linear"] if len(layers) == 1 else names
         groups[f"group_{number}"] = {
-            "targets": targets,
+            "targets": ["Linear"] if len(layers) == 1 else names,
             "weights": _weight_args(scheme),
-            "input_activations": None,
+            "input_activations": None if scheme.input is None else _input_args(scheme.input),
             "output_activations": None,
         }
+        if len(storages) > 1:  # a key that the oldest readers do not know, and without which they would be wrong
+            groups[f"group_{number}"]["format"] = storage(scheme)
     return {
         "quant_method": QUANT_METHOD,
-        "format": FORMAT,
+        "format": MIXED if len(storages) > 1 else storages.pop(),
         "quantization_status": "compressed",
         "config_groups": groups,
         "ignore": list(ignore),
@@ -204,45 +211,17 @@ def _weight_args(scheme: QuantScheme) -> dict[str, Any]:
     return args
 
 
-@dataclass(frozen=True, slots=True)
-class PackedConfig:
-    """A ``quantization_config`` that was read.
-
-    Attributes:
-        groups: (targets, scheme) in order.
-        ignore: targets that stay as they are.
-    """
-
-    groups: tuple[tuple[tuple[str, ...], QuantScheme], ...]
-    ignore: tuple[str, ...]
-
-    def scheme_of(self, name: str, class_name: str = "Linear") -> QuantScheme | None:
-        """How a module is stored; None for as it is.
-
-        A target is a module's name, ``re:`` and a regular expression that matches its beginning, or a class name; an
-        exact name goes before an expression, and an expression before a class.
-        """
-        if any(_matches(target, name, class_name) for target in self.ignore):
-            return None
-        found = [
-            (_matches(target, name, class_name), -number, scheme)
-            for number, (targets, scheme) in enumerate(self.groups)
-            for target in targets
-        ]
-        rank, _, scheme = max(found, key=lambda item: item[:2])
-        return scheme if rank else None
+def _input_args(scheme: InputScheme) -> dict[str, Any]:
+    return {
+        "num_bits": scheme.num_bits,
+        "type": "int",
+        "symmetric": True,
+        "strategy": scheme.strategy,
+        "dynamic": scheme.dynamic,
+    }
 
 
-def _matches(target: str, name: str, class_name: str) -> int:
-    """How closely a target names a module: 3 by name, 2 by expression, 1 by class, 0 not at all."""
-    if target == name:
-        return 3
-    if target.startswith("re:"):
-        return 2 if re.match(target[3:], name) else 0
-    return 1 if target == class_name else 0
-
-
-def read_quantization_config(config: Mapping[str, Any]) -> PackedConfig:
+def read_quantization_config(config: Mapping[str, Any]) -> StoredConfig:
     """Read a ``quantization_config`` of this format.
 
     Raises:
@@ -251,7 +230,7 @@ def read_quantization_config(config: Mapping[str, Any]) -> PackedConfig:
     if config.get("quant_method") != QUANT_METHOD:
         raise CheckpointError(f"quant_method is {config.get('quant_method')}, not {QUANT_METHOD}")
     unsupported = {
-        "format": config.get("format") != FORMAT,
+        "format": config.get("format") not in (PACKED, INT, MIXED),
         "quantization_status": config.get("quantization_status", "compressed") != "compressed",
         "kv_cache_scheme": bool(config.get("kv_cache_scheme")),
         "sparsity_config": (config.get("sparsity_config") or {}).get("format", "dense") != "dense",
@@ -265,13 +244,19 @@ def read_quantization_config(config: Mapping[str, Any]) -> PackedConfig:
     for group_name, group in config["config_groups"].items():
         if not isinstance(group, Mapping) or not group.get("targets") or not group.get("weights"):
             raise CheckpointError(f"quantization_config: {group_name} has no targets or no weights")
-        for key in ("input_activations", "output_activations"):
-            if group.get(key):
-                raise CheckpointError(f"quantization_config: {group_name}.{key} is not supported yet")
-        if group.get("format") not in (None, FORMAT):
-            raise CheckpointError(f"quantization_config: {group_name}.format={group['format']} is not supported yet")
-        groups.append((tuple(group["targets"]), _read_weight_args(group_name, group["weights"])))
-    return PackedConfig(tuple(groups), tuple(config.get("ignore") or ()))
+        if group.get("output_activations"):
+            raise CheckpointError(f"quantization_config: {group_name}.output_activations is not supported yet")
+        scheme = _read_weight_args(group_name, group["weights"])
+        if group.get("input_activations"):
+            scheme = replace(scheme, input=_read_input_args(group_name, group["input_activations"]))
+        form = group.get("format") or (storage(scheme) if config["format"] == MIXED else config["format"])
+        reason = why_not(QUANT_METHOD, scheme) if scheme.input is not None else None
+        if form != storage(scheme) or reason is not None:
+            raise CheckpointError(
+                f"quantization_config: {group_name} holds {scheme} as {form}, which is not supported yet"
+            )
+        groups.append((tuple(group["targets"]), scheme))
+    return StoredConfig(Format(QUANT_METHOD), tuple(groups), tuple(config.get("ignore") or ()), config["format"])
 
 
 def _read_weight_args(group_name: str, args: Mapping[str, Any]) -> QuantScheme:
@@ -287,19 +272,32 @@ def _read_weight_args(group_name: str, args: Mapping[str, Any]) -> QuantScheme:
         raise refuse("type")
     if args.get("num_bits") not in READ_BITS:
         raise refuse("num_bits")
-    if not args.get("symmetric", True):
-        raise refuse("symmetric")
     if args.get("dynamic"):
         raise refuse("dynamic")
     if args.get("actorder") in ("group", "dynamic", True):  # the columns of a group are not side by side
         raise refuse("actorder")
+    symmetric = args.get("symmetric", True) is True
     group_size = args.get("group_size")
     inferred = "tensor" if group_size is None else "channel" if group_size == PER_CHANNEL else "group"
     strategy = args.get("strategy") or inferred
     if strategy == "channel":
-        return QuantScheme(num_bits=args["num_bits"], group_size=PER_CHANNEL)
+        return QuantScheme(args["num_bits"], PER_CHANNEL, symmetric)
     if strategy != "group":
         raise refuse("strategy")
     if not isinstance(group_size, int) or group_size <= 0:
         raise refuse("group_size")
-    return QuantScheme(num_bits=args["num_bits"], group_size=group_size)
+    return QuantScheme(args["num_bits"], group_size, symmetric)
+
+
+def _read_input_args(group_name: str, args: Mapping[str, Any]) -> InputScheme:
+    """What a group does to its inputs."""
+    inputs = InputScheme(dynamic=args.get("dynamic") is True)
+    wanted = _input_args(inputs)
+    for key, value in args.items():
+        if key in wanted and value is not None and value != wanted[key]:
+            raise CheckpointError(
+                f"quantization_config: {group_name}.input_activations.{key}={value} is not supported yet"
+            )
+        if key not in wanted and key not in (*SILENT_KEYS, "group_size"):
+            raise CheckpointError(f"quantization_config: {group_name}.input_activations.{key} is not supported yet")
+    return inputs

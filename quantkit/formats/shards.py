@@ -99,6 +99,8 @@ class ShardWriter:
         writer._written = set(written)
         for file_name, head in writer._heads.items():
             path = writer._partial(file_name)
+            if not path.exists() and (folder / file_name).is_file():  # it was stopped while it gave the names
+                os.replace(folder / file_name, path)
             if not path.is_file() or path.stat().st_size != writer._sizes[file_name]:
                 writer.close()
                 raise CheckpointError(f"cannot resume: {path} is missing or has another size", fix="Start afresh")

@@ -6,19 +6,13 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from quantkit.errors import RecipeError
+from quantkit.recipe.calibration import Calibration, DatasetSource, JsonlSource, SelfGeneratedSource, TextSource
 from quantkit.recipe.document import parse_document
 from quantkit.recipe.explain import did_you_mean, explain
 from quantkit.recipe.gates import Gates, Report
-from quantkit.recipe.model import Output, Recipe
-from quantkit.recipe.quantization import (
-    Calibration,
-    DatasetSource,
-    Gptq,
-    JsonlSource,
-    Quantization,
-    Rtn,
-    TextSource,
-)
+from quantkit.recipe.model import Recipe
+from quantkit.recipe.output import Output
+from quantkit.recipe.quantization import Gptq, Override, Quantization, Rtn, SchemeChoice
 
 __all__ = [
     "Calibration",
@@ -27,10 +21,13 @@ __all__ = [
     "Gptq",
     "JsonlSource",
     "Output",
+    "Override",
     "Quantization",
     "Recipe",
     "Report",
     "Rtn",
+    "SchemeChoice",
+    "SelfGeneratedSource",
     "TextSource",
     "builtin_recipes",
     "load_recipe",
@@ -60,10 +57,14 @@ def load_recipe(path_or_name: str | Path) -> Recipe:
     Raises:
         RecipeError: no such recipe, or the file is not one; the line names file, line, column and key.
     """
+    if not str(path_or_name).strip():
+        raise RecipeError("the recipe's name is empty", fix="Give a YAML file or the name of a built-in recipe")
     path = Path(path_or_name)
-    if not path.is_file():
+    if path.is_dir() or not path.exists():  # a pipe is no regular file, and is read
         path = _builtin(path)
-    return parse_recipe(_read(path), origin=str(path))
+    recipe = parse_recipe(_read(path), origin=str(path))
+    recipe._path = path
+    return recipe
 
 
 def parse_recipe(text: str, *, origin: str = "<recipe>") -> Recipe:
@@ -104,10 +105,14 @@ def _builtin(path: Path) -> Path:
 
 def _read(path: Path) -> str:
     try:
-        size = path.stat().st_size
-        if size > MAX_RECIPE_BYTES:
-            raise RecipeError(f"{path} has {size} bytes, too many for a recipe", fix="A recipe is a short YAML file")
-        return path.read_bytes().decode("utf-8-sig")
+        with path.open("rb") as file:
+            content = file.read(MAX_RECIPE_BYTES + 1)
+        if len(content) > MAX_RECIPE_BYTES:
+            raise RecipeError(
+                f"{path} has more than {MAX_RECIPE_BYTES} bytes, too many for a recipe",
+                fix="A recipe is a short YAML file",
+            )
+        return content.decode("utf-8-sig")
     except OSError as error:
         raise RecipeError(f"cannot read the recipe {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

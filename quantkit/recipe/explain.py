@@ -3,29 +3,37 @@
 import difflib
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from quantkit.errors import RecipeError
-from quantkit.recipe import gates, model, quantization
+from quantkit.recipe import calibration, gates, model, output, quantization, transforms
 from quantkit.recipe.document import Document, KeyPath, Position, key_path
 from quantkit.scheme import PRESETS
+
+
+def _by_tag(place: str, union: Any, tag: str) -> dict[str, type[BaseModel]]:
+    """The members of a union of sections, by place and the value of the key that chooses."""
+    members: tuple[type[BaseModel], ...] = get_args(get_args(union)[0])
+    return {f"{place}.{get_args(member.model_fields[tag].annotation)[0]}": member for member in members}
+
 
 # The model behind each mapping of the file; the last word is the tag where another key of the mapping chooses.
 SECTIONS: dict[str, type[BaseModel]] = {
     "": model.Recipe,
-    "calibration": quantization.Calibration,
-    "calibration.sources[].text": quantization.TextSource,
-    "calibration.sources[].jsonl": quantization.JsonlSource,
-    "calibration.sources[].dataset": quantization.DatasetSource,
+    "calibration": calibration.Calibration,
+    **_by_tag("calibration.sources[]", calibration.Source, "kind"),
     "quantization": quantization.Quantization,
     "quantization.scheme": quantization.Scheme,
-    "quantization.algorithm.rtn": quantization.Rtn,
-    "quantization.algorithm.gptq": quantization.Gptq,
-    "outputs[]": model.Output,
+    "quantization.overrides[]": quantization.Override,
+    "quantization.overrides[].scheme": quantization.Scheme,
+    **_by_tag("quantization.algorithm", quantization.Algorithm, "name"),
+    **_by_tag("quantization.transforms[]", transforms.Transform, "name"),
+    "outputs[]": output.Output,
     "gates": gates.Gates,
+    "gates.suites[].file": gates.FileSuite,
     "report": gates.Report,
 }
 _EXPECTED = {  # pydantic's error type -> what must stand there; what was found is added
@@ -94,7 +102,9 @@ def _split_tag(loc: Sequence[str | int]) -> tuple[KeyPath, str | None]:
     path: list[str | int] = []
     tag: str | None = None
     for part in loc:
-        is_tag = path[-1:] == ["algorithm"] or (len(path) > 2 and path[-2] == "sources" and tag is None)
+        is_tag = path[-1:] == ["algorithm"] or (
+            len(path) > 2 and path[-2] in ("sources", "suites", "transforms") and tag is None
+        )
         if is_tag and tag is None and isinstance(part, str):
             tag = part
         elif part != "[key]":
@@ -128,6 +138,8 @@ def _keys(section: str) -> list[str]:
 def _wrong_choice(document: Document, path: KeyPath, kind: str, found: Any, context: dict[str, Any]) -> Problem:
     if kind == "choice":
         allowed = list(context["allowed"])
+        path = (*path, *context["keys"])
+        found = path[-1] if context["keys"] else found
     elif kind == "literal_error":
         allowed = re.split(r", | or ", context["expected"].replace("'", "").replace("True", "true"))
     else:
@@ -158,7 +170,8 @@ def _example(path: KeyPath) -> str:
         "version": "write `version: 1`",
         "quantization.scheme": f"one of {', '.join(PRESETS)}",
         "quantization.algorithm": "{name: gptq} or {name: rtn}",
-        "outputs[].format": "format: compressed-tensors",
+        "quantization.overrides[].scheme": f"one of {', '.join(PRESETS)}, {quantization.KEEP}",
+        "outputs[].format": "one of compressed-tensors, gptq, awq",
     }
     example = examples.get(_pattern(path))
     return f"; {example}" if example else ""

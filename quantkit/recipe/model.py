@@ -11,33 +11,30 @@ from pydantic import BeforeValidator, PrivateAttr, model_validator
 from pydantic_core import PydanticCustomError
 
 from quantkit.errors import RecipeError
+from quantkit.formats.holds import why_not
+from quantkit.recipe.calibration import Calibration
 from quantkit.recipe.document import KeyPath
 from quantkit.recipe.gates import Gates, Report
-from quantkit.recipe.quantization import Calibration, Quantization
-from quantkit.recipe.section import FilePath, Section, Text, Unordered, fault, not_yet
+from quantkit.recipe.output import Output
+from quantkit.recipe.quantization import Quantization
+from quantkit.recipe.section import Section, Text, Unordered, fault
+from quantkit.scheme import GROUP_SIZES, QuantScheme
 
 # Key paths with [] for any index. The contract has them, quantkit does not yet.
 NOT_YET_KEYS = frozenset(
     {
-        "calibration.sources[].seed_prompts",
-        "quantization.overrides",
         "quantization.target_bits",
         "quantization.target_bytes",
-        "quantization.transforms",
         "quantization.tuning",
         "outputs[].type",
     }
 )
-LATER_SUITES = frozenset({"schema", "tools", "arith", "scripts", "needle"})
 NOT_YET_VALUES: dict[str, frozenset[Any]] = {
-    "calibration.sources[].kind": frozenset({"self_generated"}),
-    "quantization.scheme": frozenset({"W4A16_ASYM", "W8A16", "W8A8", "W8A8_STATIC", "FP8_DYNAMIC", "NVFP4"}),
-    "quantization.scheme.num_bits": frozenset({2, 3, 5, 6, 8}),
-    "quantization.scheme.symmetric": frozenset({False}),
-    "outputs[].format": frozenset({"gguf", "gptq", "awq"}),
-    "gates.suites[]": LATER_SUITES,
-    "gates.max_drop_pp{}": LATER_SUITES,  # {}: the keys of this mapping
-    "gates.num_items{}": LATER_SUITES,
+    "quantization.scheme": frozenset({"FP8_DYNAMIC", "NVFP4"}),
+    "quantization.scheme.num_bits": frozenset({2, 3, 5, 6}),
+    "quantization.overrides[].scheme": frozenset({"FP8_DYNAMIC", "NVFP4"}),
+    "quantization.overrides[].scheme.num_bits": frozenset({2, 3, 5, 6}),
+    "outputs[].format": frozenset({"gguf"}),
 }
 
 
@@ -46,13 +43,6 @@ def _whole_number(value: Any) -> Any:
     if type(value) is not int:
         raise PydanticCustomError("choice", "{allowed}", {"allowed": ("1",), "keys": ()})
     return value
-
-
-class Output(Section):
-    """A checkpoint to write."""
-
-    format: Literal["compressed-tensors"]
-    path: FilePath
 
 
 class Recipe(Section):
@@ -70,6 +60,7 @@ class Recipe(Section):
     report: Report = Report()
     _text: str = PrivateAttr("")
     _sha256: str = PrivateAttr("")
+    _path: Path | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
@@ -80,16 +71,37 @@ class Recipe(Section):
         else:
             if not self.outputs:
                 raise fault("missing; write [{format: compressed-tensors, path: FOLDER}]", "outputs")
-            if len(self.outputs) > 1:
-                raise not_yet("outputs", 1)
-            if self.quantization.algorithm.name == "gptq" and self.calibration is None:
-                raise fault("missing; the algorithm gptq needs it", "calibration")
-        taken: dict[Path, KeyPath] = {output.path: ("outputs", 0, "path") for output in self.outputs}
+            user = self.quantization.needs_calibration
+            if user is not None and self.calibration is None:
+                raise fault(f"missing; {user} needs it", "calibration")
+            self._check_schemes(self.quantization)
+        taken: dict[Path, KeyPath] = {}
+        for number, output in enumerate(self.outputs):
+            if any(output.path == path or output.path in path.parents or path in output.path.parents for path in taken):
+                raise fault(
+                    f"{output.path} is also the path of another output, or inside it", "outputs", number, "path"
+                )
+            taken[output.path] = ("outputs", number, "path")
         for key, path in self.report.paths.items():
             if path in taken:
                 raise fault(f"{path} is also the path of another file of this recipe", "report", key)
             taken[path] = ("report", key)
         return self
+
+    def _check_schemes(self, quantization: Quantization) -> None:
+        """Every output can hold every scheme, and static inputs have data to find their scales with."""
+        schemes: list[QuantScheme] = []
+        for place, choice in quantization.choices.items():
+            group_size = GROUP_SIZES[0] if choice.group_size == "auto" else choice.group_size
+            schemes.append(choice.scheme(group_size))
+            inputs = schemes[-1].input
+            if inputs is not None and not inputs.dynamic and self.calibration is None:
+                where = ("quantization", *place, "scheme")
+                raise fault("static input scales are found by calibration, and there is no `calibration`", *where)
+            for number, output in enumerate(self.outputs):
+                reason = why_not(output.format, schemes[-1])
+                if reason is not None:
+                    raise fault(reason, "outputs", number, "format")
 
     @property
     def text(self) -> str:
@@ -100,6 +112,11 @@ class Recipe(Section):
     def sha256(self) -> str:
         """Hexadecimal SHA-256 of the text in UTF-8."""
         return self._sha256
+
+    @property
+    def path(self) -> Path | None:
+        """The file that it was read from; None if it was given as text."""
+        return self._path
 
     @property
     def is_self_comparison(self) -> bool:

@@ -1,15 +1,17 @@
-"""The sections ``calibration`` and ``quantization``: which tokens, and how weights become codes."""
+"""The section ``quantization``: how weights become codes."""
 
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, field_validator, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from quantkit.recipe.section import PathText, Positive, Section, Share, Text, Unordered, fault, not_yet
-from quantkit.scheme import GROUP_SIZES, PER_CHANNEL, PRESETS, QuantScheme
+from quantkit.recipe.section import Positive, Section, Text, Unordered, fault
+from quantkit.recipe.transforms import Transform
+from quantkit.scheme import GROUP_SIZES, PER_CHANNEL, PRESETS, InputScheme, QuantScheme
 
 GroupSize = Literal["auto", "channel", 32, 64, 128]
+KEEP = "none"  # the scheme of an override that leaves its layers as they are
 
 
 def _pattern(pattern: str) -> str:
@@ -20,66 +22,47 @@ def _pattern(pattern: str) -> str:
     return pattern
 
 
-class TextSource(Section):
-    """Plain text: a file, or ``builtin`` for the text that quantkit carries."""
-
-    kind: Literal["text"]
-    path: PathText
-    share: Share = 1.0
-
-
-class JsonlSource(Section):
-    """One JSON object a line with ``text``, or with ``messages`` for the model's chat template."""
-
-    kind: Literal["jsonl"]
-    path: PathText
-    share: Share = 1.0
+def _preset(value: Any) -> Any:
+    """A preset's name as the mapping that it stands for."""
+    if not isinstance(value, str):
+        return value
+    if value not in PRESETS:
+        raise PydanticCustomError("choice", "{allowed}", {"allowed": tuple(PRESETS), "keys": ()})
+    preset = PRESETS[value]
+    inputs = "none" if preset.input is None else "dynamic" if preset.input.dynamic else "static"
+    return {"num_bits": preset.num_bits, "symmetric": preset.symmetric, "input": inputs}
 
 
-class DatasetSource(Section):
-    """A column of a Hugging Face dataset."""
-
-    kind: Literal["dataset"]
-    name: Text
-    split: Text = "train"
-    column: Text = "text"
-    share: Share = 1.0
+def _preset_or_keep(value: Any) -> Any:
+    if value == KEEP:
+        return None
+    if isinstance(value, str) and value not in PRESETS:
+        raise PydanticCustomError("choice", "{allowed}", {"allowed": (*PRESETS, KEEP), "keys": ()})
+    return _preset(value)
 
 
-Source = Annotated[TextSource | JsonlSource | DatasetSource, Field(discriminator="kind")]
+def _one_or_more(value: Any) -> Any:
+    """A number stands for a list of it alone."""
+    return value if isinstance(value, list) else [value]
 
 
-class Calibration(Section):
-    """Which tokens the algorithm sees: ``num_tokens`` in windows of ``window_tokens``, drawn with ``seed``."""
-
-    sources: Annotated[tuple[Source, ...], Field(strict=False, min_length=1)]
-    num_tokens: Positive = 32768
-    window_tokens: Annotated[int, Field(ge=8)] = 512
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0
-
-    @model_validator(mode="after")
-    def _check(self) -> "Calibration":
-        total = sum(source.share for source in self.sources)
-        if abs(total - 1) > 1e-6:
-            raise fault(f"the shares of the sources sum to {total:g}; they must sum to 1", "sources")
-        if self.num_tokens < self.window_tokens:
-            raise fault(
-                f"{self.num_tokens} is less than one window of window_tokens={self.window_tokens}", "num_tokens"
-            )
-        return self
+DampFraction = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Rtn(Section):
-    """Round to nearest; looks at the weights only."""
+    """Round to nearest; looks at the weights only, or, if it searches scales, at the size of the inputs."""
 
     name: Literal["rtn"]
+    search: bool = False
 
 
 class Gptq(Section):
     """GPTQ: second-order rounding, from the inputs of each layer."""
 
     name: Literal["gptq"]
-    damp_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.01
+    damp_fraction: Annotated[tuple[DampFraction, ...], BeforeValidator(_one_or_more), Unordered] = (0.01,)
+    scale_search: Literal["auto", "diagonal", "pivot"] = "pivot"
+    scale_refit: bool = True
     block_size: Positive = 128
 
 
@@ -87,55 +70,57 @@ Algorithm = Annotated[Rtn | Gptq, Field(discriminator="name")]
 
 
 class Scheme(Section):
-    """Integer weights: a preset's name in the recipe, or this mapping."""
+    """Integer weights, and what happens to the layer's inputs: a preset's name in the recipe, or this mapping."""
 
-    num_bits: Literal[4]
+    num_bits: Literal[4, 8]
     group_size: GroupSize | None = None
-    symmetric: Literal[True] = True
-
-
-class Quantization(Section):
-    """What is quantized and how.
-
-    ``scheme`` and ``group_size`` of the file are read through :attr:`group_size` and :meth:`scheme`, which unite
-    the two places where a group size may stand.
-    """
-
-    given_scheme: Scheme = Field(alias="scheme")
-    given_group_size: GroupSize | None = Field(default=None, alias="group_size")
-    algorithm: Algorithm
-    ignore: Annotated[tuple[Annotated[Text, AfterValidator(_pattern)], ...], Unordered] = ("lm_head",)
-    transforms: Annotated[tuple[Any, ...], Unordered] = ()
-    overrides: Annotated[tuple[Any, ...], Unordered] = ()
-
-    @field_validator("given_scheme", mode="before")
-    @classmethod
-    def _preset(cls, value: Any) -> Any:
-        if not isinstance(value, str):
-            return value
-        if value not in PRESETS:
-            raise PydanticCustomError("choice", "{allowed}", {"allowed": tuple(PRESETS), "keys": ()})
-        return {"num_bits": PRESETS[value].num_bits, "symmetric": PRESETS[value].symmetric}
-
-    @field_validator("transforms", "overrides")
-    @classmethod
-    def _empty(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
-        if value:
-            raise not_yet()
-        return value
+    symmetric: bool = True
+    input: Literal["none", "dynamic", "static"] = "none"
 
     @model_validator(mode="after")
-    def _check(self) -> "Quantization":
+    def _check(self) -> "Scheme":
+        if self.input != "none" and self.num_bits != 8:
+            raise fault("8-bit inputs go with 8-bit weights; no reader multiplies them by 4-bit weights", "input")
+        if self.input != "none" and not self.symmetric:
+            raise fault("8-bit inputs go with symmetric weights; no engine multiplies them by asymmetric ones", "input")
+        return self
+
+
+class SchemeChoice(Section):
+    """The keys ``scheme`` and ``group_size``, read through :attr:`group_size` and :meth:`scheme`.
+
+    They unite the two places where a group size may stand.
+    """
+
+    given_scheme: Annotated[Scheme | None, BeforeValidator(_preset)] = Field(alias="scheme")
+    given_group_size: GroupSize | None = Field(default=None, alias="group_size")
+
+    @model_validator(mode="after")
+    def _check_group_size(self) -> "SchemeChoice":
+        if self.given_scheme is None:
+            if self.given_group_size is not None:
+                raise fault("layers that stay as they are have no groups", "group_size")
+            return self
         both = {self.given_group_size, self.given_scheme.group_size} - {None}
         if len(both) > 1:
             raise fault("given twice with different values; keep one of group_size and scheme.group_size", "group_size")
+        if self.given_scheme.input != "none" and both - {"auto", "channel"}:
+            keys = ("group_size",) if self.given_group_size else ("scheme", "group_size")
+            raise fault(f"{both.pop()} does not go with 8-bit inputs, which need one scale per channel", *keys)
         return self
 
     @property
     def group_size(self) -> Literal["auto"] | int:
-        """Columns that share a scale; -1: one scale per output row; ``auto``: the largest that divides every layer."""
-        given = self.given_group_size or self.given_scheme.group_size or "auto"
-        return PER_CHANNEL if given == "channel" else given
+        """Columns that share a scale; -1: one scale per output row; ``auto``: the largest that divides every layer.
+
+        Without a word in the recipe: ``auto`` for 4 bits, one scale per row for 8. Layers with 8-bit inputs have one
+        scale per row always.
+        """
+        scheme = self.given_scheme
+        assert scheme is not None, "layers that stay as they are have no group size"
+        default: GroupSize = "auto" if scheme.num_bits == 4 else "channel"
+        given = self.given_group_size or scheme.group_size or default
+        return PER_CHANNEL if given == "channel" or scheme.input != "none" else given
 
     def scheme(self, group_size: int) -> QuantScheme:
         """The scheme with ``group_size`` columns a group (-1: per output row)."""
@@ -143,4 +128,46 @@ class Quantization(Section):
             raise ValueError(
                 f"group_size={group_size}; choose from {', '.join(map(str, GROUP_SIZES))} or {PER_CHANNEL}"
             )
-        return QuantScheme(self.given_scheme.num_bits, group_size, self.given_scheme.symmetric)
+        scheme = self.given_scheme
+        assert scheme is not None, "layers that stay as they are have no scheme"
+        inputs = None if scheme.input == "none" else InputScheme(dynamic=scheme.input == "dynamic")
+        return QuantScheme(scheme.num_bits, group_size, scheme.symmetric, inputs)
+
+
+class Override(SchemeChoice):
+    """Another scheme for some layers; of several overrides that match a layer the last one counts."""
+
+    match: Annotated[Text, AfterValidator(_pattern)]
+    given_scheme: Annotated[Scheme | None, BeforeValidator(_preset_or_keep)] = Field(alias="scheme")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether the layers stay as they are."""
+        return self.given_scheme is None
+
+
+class Quantization(SchemeChoice):
+    """What is quantized and how."""
+
+    given_scheme: Annotated[Scheme, BeforeValidator(_preset)] = Field(alias="scheme")
+    algorithm: Algorithm
+    ignore: Annotated[tuple[Annotated[Text, AfterValidator(_pattern)], ...], Unordered] = ("lm_head",)
+    transforms: Annotated[tuple[Transform, ...], Unordered] = ()
+    input_observer: Literal["minmax", "percentile", "mse"] = "minmax"
+    overrides: Annotated[tuple[Override, ...], Unordered] = ()
+
+    @property
+    def choices(self) -> dict[tuple[str | int, ...], SchemeChoice]:
+        """Every choice of a scheme that quantizes, by its place in the section."""
+        choices: dict[tuple[str | int, ...], SchemeChoice] = {(): self}
+        choices |= {("overrides", i): override for i, override in enumerate(self.overrides) if not override.keeps}
+        return choices
+
+    @property
+    def needs_calibration(self) -> str | None:
+        """What of the section looks at the layers' inputs; None if nothing does."""
+        if self.algorithm.name == "gptq":
+            return "the algorithm gptq"
+        if self.algorithm.search:
+            return "the algorithm rtn with search"
+        return f"the transform {self.transforms[0].name}" if self.transforms else None

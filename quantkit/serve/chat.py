@@ -10,6 +10,18 @@ from quantkit.errors import EngineError, UsageError
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
 
+def require_text(text: str, what: str) -> None:
+    """Refuse a text with half a character: bytes of the command line that were no UTF-8 arrive so.
+
+    Raises:
+        UsageError: it cannot be written in UTF-8.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{what} is not UTF-8 text (character {error.start})") from error
+
+
 class ChatTemplate:
     """Renders chats as the model was trained to read them.
 
@@ -46,6 +58,9 @@ class ChatTemplate:
             )
         if not messages:
             raise UsageError("a chat needs at least one message")
+        for text in (text for message in messages for text in message.values()):
+            if isinstance(text, str):
+                require_text(text, "a message")
         try:
             rendered = self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False

@@ -15,10 +15,11 @@ from quantkit.errors import EngineError, UsageError
 from quantkit.serve.batch import build_batch
 from quantkit.serve.block_pool import BlockPool
 from quantkit.serve.capacity import make_cache, resolve_max_model_len
-from quantkit.serve.chat import ChatTemplate
+from quantkit.serve.chat import ChatTemplate, require_text
 from quantkit.serve.config import EngineConfig
 from quantkit.serve.detokenizer import IncrementalDetokenizer, decode_all, make_decode
 from quantkit.serve.models.loader import load_model, resolve_dtype
+from quantkit.serve.not_finite import why_not_finite
 from quantkit.serve.request import Completion, Request, RequestOutput, RequestStatus, SamplingParams
 from quantkit.serve.runner import ModelRunner
 from quantkit.serve.sampler import Draw, sample
@@ -122,6 +123,8 @@ class Engine:
         return name
 
     def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            require_text(prompt, "the prompt")
         token_ids = tuple(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else tuple(prompt)
         if not token_ids:
             raise UsageError("the prompt is empty", fix="give it at least one token")
@@ -167,7 +170,7 @@ class Engine:
     def _take(self, request: Request, token: int | None) -> RequestOutput:
         """Give a request its next token."""
         if token is None:
-            return self._fail(request, "the model's logits are not finite (NaN or infinity)")
+            return self._fail(request, why_not_finite(self.source.name, self._loaded.model))
         text, status, stop_reason = request.append_token(token)
         if status is None:
             return RequestOutput(request.request_id, (token,), text)
@@ -276,6 +279,7 @@ class Engine:
                 "checkpoint_hash": source.fingerprint(),
                 "scheme": loaded.scheme,
                 "weight_bytes": loaded.weight_bytes,
+                "dequantized_from": source.file_bytes and {"file": source.name, "file_bytes": source.file_bytes},
             },
             "engine": {
                 "name": "quantkit",

@@ -47,7 +47,7 @@ class SamplingParams:
         if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
             raise UsageError(f"top_p={self.top_p!r} is not a number above 0 and up to 1")
         if self.max_tokens is not None and not (_is_integer(self.max_tokens) and self.max_tokens >= 1):
-            raise UsageError(f"max_tokens={self.max_tokens!r} is not an integer of 1 or more, nor None")
+            raise UsageError(f"max_tokens={self.max_tokens!r} is neither None nor an integer of 1 or more")
         object.__setattr__(self, "stop", (self.stop,) if isinstance(self.stop, str) else tuple(self.stop))
         for text in self.stop:
             if not isinstance(text, str) or not text:
@@ -59,7 +59,7 @@ class SamplingParams:
         if not isinstance(self.ignore_eos, bool):
             raise UsageError(f"ignore_eos={self.ignore_eos!r} is neither True nor False")
         if self.seed is not None and not (_is_integer(self.seed) and 0 <= self.seed <= MAX_SEED):
-            raise UsageError(f"seed={self.seed!r} is not an integer from 0 to {MAX_SEED}, nor None")
+            raise UsageError(f"seed={self.seed!r} is neither None nor an integer from 0 to {MAX_SEED}")
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":

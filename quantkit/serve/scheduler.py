@@ -77,14 +77,14 @@ class Scheduler:
         if wanted > self._max_model_len:
             raise UsageError(
                 f"{asked} are {wanted} tokens, more than max_model_len={self._max_model_len}",
-                fix="shorten the prompt, lower max_tokens or raise max_model_len",
+                fix="Shorten the prompt or lower max_tokens",
             )
         need = self._pool.blocks_for(wanted - 1)
         if need > self._pool.num_usable:
             raise UsageError(
                 f"{asked} need {need} cache blocks of {self._pool.kv_block_size} tokens, "
                 f"the whole cache has {self._pool.num_usable}",
-                fix="shorten the prompt, lower max_tokens or raise kv_cache_bytes",
+                fix="Shorten the prompt or lower max_tokens; a larger cache needs more free memory or kv_cache_bytes",
             )
         return max_tokens if max_tokens is not None else self.max_request_tokens - num_prompt_tokens
 

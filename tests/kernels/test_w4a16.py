@@ -14,7 +14,7 @@ from quantkit_kernels import cpu_w4a16, int4pack_layout, prepack_w4a16, referenc
 from quantkit_kernels.cpu_capability import has_bfloat16_matmul
 from quantkit_kernels.cpu_linear import MIN_WIDENED_ROWS, widened_linear
 from quantkit_kernels.cpu_w4a16 import MAX_INT4_ROWS, CpuW4A16
-from quantkit_kernels.dispatch import ReferenceW4A16, choose_linear
+from quantkit_kernels.dispatch import ReferenceWeight, choose_linear
 
 # Relative to the largest output. float32: sums in another order. bfloat16: one rounding of the output (2**-9) that may
 # fall on the other side; where the dense product runs in bfloat16, also one rounding of each weight.
@@ -41,7 +41,7 @@ def assert_near(actual: Tensor, wanted: Tensor) -> None:
 @pytest.mark.parametrize("name", quantkit_kernels.__all__)
 def test_a_public_operation_has_the_signature_of_its_reference(name: str) -> None:
     operation = getattr(quantkit_kernels, name)
-    if inspect.isclass(operation) or name == "prepack_w4a16":  # a type, and the preparation of w4a16_gemm
+    if inspect.isclass(operation) or name.startswith("prepack_"):  # a type, and preparations of other operations
         assert not hasattr(reference, name)
         return
     assert inspect.signature(operation) == inspect.signature(getattr(reference, name))
@@ -141,7 +141,7 @@ def test_what_the_packed_body_cannot_take_goes_to_the_reference_and_says_why(
 ) -> None:
     words, scale = make_weight(out_features, in_features, group_size)
     weight, why = prepack_w4a16(words, scale, group_size, dtype)
-    assert isinstance(weight, ReferenceW4A16)
+    assert isinstance(weight, ReferenceWeight)
     assert why == reason
     assert weight.nbytes == words.nbytes + scale.nbytes
     x = torch.randn(3, in_features, generator=torch.Generator().manual_seed(0)).to(dtype)
@@ -151,14 +151,14 @@ def test_what_the_packed_body_cannot_take_goes_to_the_reference_and_says_why(
 def test_scales_that_would_be_rounded_go_to_the_reference() -> None:
     words, scale = make_weight(32, 64, 32)
     weight, why = prepack_w4a16(words, scale.half() * 1.001, 32, torch.bfloat16)
-    assert isinstance(weight, ReferenceW4A16)
+    assert isinstance(weight, ReferenceWeight)
     assert why == "the scales in torch.float16 cannot be written in the activations' torch.bfloat16 without loss"
 
 
 def test_an_unknown_layout_goes_to_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_w4a16, "split_panels", lambda out_features: None)
     weight, why = prepack_w4a16(*make_weight(32, 64, 32), 32, torch.bfloat16)
-    assert isinstance(weight, ReferenceW4A16)
+    assert isinstance(weight, ReferenceWeight)
     assert "layout" in why
 
 
@@ -248,3 +248,26 @@ def test_the_crossover_can_be_measured_again(
     assert machine.keys() == {"cpu", "torch"}
     assert [record["rows"] for record in records] == [1, 5]
     assert all(record[f"{body}_us"] > 0 for record in records for body in ("int4pack", "dequantized", "bfloat16"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, MAX_INT4_ROWS, MAX_INT4_ROWS + 1])
+@pytest.mark.parametrize(("out_features", "in_features", "group_size"), [(48, 64, 64), (112, 384, 32), (192, 576, 64)])
+def test_zero_points_are_those_of_the_reference(
+    out_features: int, in_features: int, group_size: int, rows: int, dtype: torch.dtype
+) -> None:
+    words, scale = make_weight(out_features, in_features, group_size)
+    generator = torch.Generator().manual_seed(rows)
+    zero_point = torch.randint(-8, 8, scale.shape, generator=generator).to(torch.int8)
+    x = torch.randn(rows, in_features, generator=generator).to(dtype)
+    weight, _ = prepack_w4a16(words, scale, group_size, dtype, zero_point)
+    assert weight.body == "cpu int4pack"
+    assert_near(weight(x), reference.w4a16_gemm(x, words, scale, group_size, zero_point))
+    assert not torch.allclose(weight(x).float(), reference.w4a16_gemm(x, words, scale, group_size).float(), atol=0.5)
+    with pytest.raises(ValueError, match=r"zero_point is torch\.int64"):
+        w4a16_gemm(x, words, scale, group_size, zero_point.long())
+
+
+def test_packing_is_the_opposite_of_unpacking() -> None:
+    words, _ = make_weight(24, 64, 32)
+    assert torch.equal(reference.pack_int4(reference.unpack_int4(words)), words)

@@ -57,10 +57,16 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
 
 
 def test_verbs_that_are_not_built_yet_are_not_there() -> None:
-    assert not {"plan", "serve", "export", "search"} & set(VERBS)
+    assert not {"serve", "search"} & set(VERBS)
     result = invoke("serve")
     assert result.exit_code == 2
     assert result.stderr.startswith("quantkit: there is no verb 'serve'; choose from run, quantize")
+
+
+def test_the_help_names_every_exit_code() -> None:
+    text = " ".join(invoke("--help").stdout.split())
+    for code in ("0 done or pass", "1 known", "2 wrong usage", "3 quality", "4 inconclusive", "130 inter", "143 term"):
+        assert code in text
 
 
 def test_version() -> None:
@@ -74,8 +80,13 @@ def test_version() -> None:
         (["run"], "quantkit: Missing argument 'RECIPE' (see quantkit run --help)"),
         (["run", "a", "b", "c"], "quantkit: Got unexpected extra argument (c) (see quantkit run --help)"),
         (["recipes", "show"], "quantkit: Missing argument 'NAME' (see quantkit recipes show --help)"),
-        (["quantize", "-r", "aa", "--overwrite", "--resume"],
-         "quantkit: --overwrite and --resume exclude each other (see quantkit quantize --help)"),
+        (["generate", "m", "hi", "--seed", "99999999999999999999"],
+         "quantkit: Invalid value for '--seed': 99999999999999999999 is not in the range "
+         "0<=x<=9223372036854775807 (see quantkit generate --help)"),
+        (["generate", "no-such-model", ""], "quantkit: the prompt is empty (see quantkit generate --help)"),
+        (["generate", "no-such-model", "", "--raw"], "quantkit: the prompt is empty (see quantkit generate --help)"),
+        (["bench", "a", "b", "--batch-size", "2", "--batch-size", "2"],
+         "quantkit: Invalid value for '--batch-size': 2 is given twice (see quantkit bench --help)"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], line: str) -> None:
@@ -151,9 +162,11 @@ def test_a_model_is_named_by_the_recipe_or_the_command_line(tmp_path: Path) -> N
 
 def test_recipes_list_and_show() -> None:
     listed = invoke("recipes", "list")
-    assert [line.split()[0] for line in listed.stdout.splitlines()] == ["aa", "w4a16-gptq", "w4a16-rtn"]
+    names = list(quantkit.recipe.builtin_recipes())
+    assert {"aa", "w4a16-gptq", "w4a16-rtn", "w8a8"} <= set(names)
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == names
     as_json = json.loads(invoke("recipes", "list", "--json").stdout)
-    assert [entry["name"] for entry in as_json] == ["aa", "w4a16-gptq", "w4a16-rtn"]
+    assert [entry["name"] for entry in as_json] == names
     shown = invoke("recipes", "show", "w4a16-rtn")
     assert shown.stdout == quantkit.recipe.builtin_recipes()["w4a16-rtn"].read_text()
     assert json.loads(invoke("recipes", "show", "aa", "--json").stdout)["text"].startswith("# ")

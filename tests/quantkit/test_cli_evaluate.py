@@ -17,7 +17,7 @@ outputs: [{format: compressed-tensors, path: out/w4a16}]
 gates:
   suites: [extract, nll]
   max_kl_mean_nats: 0.0000001
-  num_items: {extract: 2, nll: 3}
+  num_items: {extract: 2, nll: 10}
 report: {html: out/report.html, junit: out/junit.xml, markdown: out/report.md}
 """
 SELF = """\
@@ -25,7 +25,7 @@ version: 1
 gates:
   suites: [extract, nll]
   max_kl_mean_nats: 0.1
-  num_items: {extract: 2, nll: 3}
+  num_items: {extract: 2, nll: 10}
 """
 
 
@@ -91,6 +91,29 @@ def test_generate_refuses_wrong_options(model: str, options: list[str], line: st
     assert result.stderr.count("\n") == 1
 
 
+def test_a_prompt_that_is_no_text_is_named_and_not_the_template(model: str) -> None:
+    for options in ([], ["--raw"]):
+        result = invoke("generate", model, "caf\udce9", *options)
+        assert (result.exit_code, result.stdout) == (2, "")
+        assert result.stderr.endswith("is not UTF-8 text (character 3)\n")
+        assert "template" not in result.stderr
+    piped = CliRunner().invoke(main, ["generate", model, "-"], input=b"caf\xe9\n")
+    assert (piped.exit_code, piped.stdout) == (2, "")
+    assert "the prompt on stdin is not UTF-8 text (byte 3)" in piped.stderr
+
+
+def test_a_prompt_that_does_not_fit_advises_only_what_the_command_can_do(model: str) -> None:
+    result = invoke("generate", model, "word " * 3000, "--max-tokens", "5")
+    assert result.exit_code == 2
+    assert result.stderr.endswith("more than max_model_len=2048. Shorten the prompt or lower max_tokens\n")
+
+
+def test_bench_refuses_a_file_that_it_could_not_write(workplace: Path, model: str) -> None:
+    result = invoke("bench", model, model, "-o", "self.yaml/throughput.json")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "self.yaml/throughput.json: cannot be written" in result.stderr
+
+
 def test_eval_compare_and_report_step_by_step(workplace: Path, model: str) -> None:
     """A model against itself: the predictions are equal to the last bit, so the KL gate passes."""
     first = invoke("eval", model, "-r", "self.yaml", "-o", "run/baseline")
@@ -108,6 +131,53 @@ def test_eval_compare_and_report_step_by_step(workplace: Path, model: str) -> No
     written = invoke("report", "run")
     assert written.stdout.splitlines() == ["run/report.html", "run/junit.xml", "run/report.md"]
     assert (workplace / "run" / "report.html").read_text().startswith("<!doctype html>")
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["-o", "new/r", "--reference", "nope"], "nope: no such reference file"),
+        (["-o", "self.yaml/r"], "self.yaml is no folder"),
+    ],
+)
+def test_eval_looks_at_its_paths_before_it_loads_the_model(workplace: Path, options: list[str], words: str) -> None:
+    result = invoke("eval", "no-such-model-here", "-r", "self.yaml", *options)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert words in result.stderr
+    assert "no-such-model-here" not in result.stderr
+    assert not (workplace / "new").exists()
+
+
+def test_compare_and_report_look_at_their_paths_first(workplace: Path) -> None:
+    for name in ("a", "b"):
+        (workplace / name).mkdir()
+    judged = invoke("compare", "a", "b", "-r", "self.yaml", "-o", "self.yaml/v.json")
+    assert "self.yaml/v.json: cannot be written" in judged.stderr
+    written = invoke("report", "a", "--html", "self.yaml/r.html")
+    assert "self.yaml/r.html: cannot be written" in written.stderr
+
+
+def test_eval_of_a_broken_model_names_it_and_leaves_no_folder(
+    workplace: Path, model: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quantkit.serve import Engine
+
+    monkeypatch.setattr(Engine, "_take", lambda self, request, token: self._fail(request, "logits are not finite"))
+    result = invoke("eval", model, "-r", "self.yaml", "-o", "new/r")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"quantkit: {model} cannot be evaluated: ")
+    assert "logits are not finite. If its weights are damaged or overflow, quantize it again" in result.stderr
+    assert not (workplace / "new").exists()
+
+
+def test_report_refuses_another_checkpoint(workplace: Path, model: str, tiny_models: Callable[[str], Path]) -> None:
+    for side, options in (("baseline", []), ("candidate", ["--reference", "run/baseline"])):
+        invoke("eval", model, "-r", "self.yaml", "-o", f"run/{side}", *options)
+    invoke("compare", "run/baseline", "run/candidate", "-r", "self.yaml", "-o", "run/verdict.json")
+    assert invoke("report", "run", "--checkpoint", model).exit_code == 0
+    result = invoke("report", "run", "--checkpoint", str(tiny_models("qwen2")))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "is not the candidate of this verdict" in result.stderr
 
 
 def test_report_of_a_folder_without_records_is_one_line(workplace: Path) -> None:

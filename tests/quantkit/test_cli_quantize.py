@@ -70,7 +70,7 @@ def test_a_checkpoint_is_replaced_only_when_the_user_says_so(workplace: Path, mo
     assert refused.stderr.count("\n") == 1
     assert "Give --overwrite" in refused.stderr
     assert (workplace / "out" / "w4a16" / "quantkit.json").read_bytes() == before
-    assert invoke("quantize", "-r", "r.yaml", model, "--overwrite").exit_code == 0
+    assert invoke("quantize", "-r", "r.yaml", model, "--overwrite", "--resume").exit_code == 0
 
 
 @pytest.mark.parametrize(
@@ -116,6 +116,10 @@ def test_verify_names_the_check_that_fails(workplace: Path, model: str) -> None:
     assert bad.exit_code == 1
     assert "FAILED  hashes" in bad.stdout
     assert bad.stderr.startswith("quantkit: w4a16 failed the check hashes: model.safetensors has changed")
+    (workplace / "out" / "w4a16" / "quantkit.json").unlink()  # then nobody can see the change, and that is said
+    blind = invoke("verify", "out/w4a16", "--no-load")
+    assert (blind.exit_code, blind.stderr) == (0, "quantkit: warning: not checked: hashes\n")
+    assert "NOT CHECKED  hashes" in blind.stdout
 
 
 def test_inspect_shows_what_is_in_a_checkpoint(workplace: Path, model: str) -> None:

@@ -5,8 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32, unpack_from_int32
-from compressed_tensors.quantization import QuantizationConfig
+from compressed_tensors.quantization import QuantizationArgs, QuantizationConfig, QuantizationScheme
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
@@ -17,22 +18,23 @@ from quantkit.formats.compressed_tensors import (
     decode,
     encode,
     layer_specs,
-    pack_int32,
     quantization_config,
     read_quantization_config,
-    unpack_int32,
 )
+from quantkit.formats.packing import pack_int32, unpack_int32
 from quantkit.formats.safetensors_file import TensorSpec
-from quantkit.primitives import QuantizedWeight, absmax_scale, quantize
-from quantkit.scheme import QuantScheme
+from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
+from quantkit.scheme import PRESETS, QuantScheme
 from quantkit.source import open_source
+
+W8A8, STATIC = PRESETS["W8A8"], PRESETS["W8A8_STATIC"]
 
 
 def quantized(rows=16, columns=128, scheme=None, dtype=torch.bfloat16, seed=0):
     scheme = scheme or QuantScheme(num_bits=4, group_size=32)
     weight = torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
-    scale = absmax_scale(weight, scheme, dtype)
-    return QuantizedWeight(quantize(weight, scale, scheme), scale, scheme)
+    scale, zero_point = choose_qparams(weight, scheme, dtype)
+    return QuantizedWeight(quantize(weight, scale, scheme, zero_point), scale, scheme, zero_point)
 
 
 @settings(max_examples=60, deadline=None)
@@ -57,18 +59,46 @@ def test_packing_by_hand():
 
 @pytest.mark.parametrize(
     "scheme",
-    [QuantScheme(4, 32), QuantScheme(4, 64), QuantScheme(4, -1), QuantScheme(8, 128), QuantScheme(3, 32)],
+    [
+        QuantScheme(4, 32),
+        QuantScheme(4, -1),
+        QuantScheme(8, 128),
+        QuantScheme(4, 32, symmetric=False),
+        QuantScheme(8, -1, symmetric=False),
+        W8A8,
+        STATIC,
+    ],
     ids=str,
 )
 def test_encode_and_decode(scheme):
     weight = quantized(scheme=scheme)
-    tensors = encode("a.b", weight)
+    tensors = encode("a.b", weight, torch.tensor([0.25], dtype=torch.bfloat16) if scheme == STATIC else None)
     specs = layer_specs("a.b", (16, 128), scheme, torch.bfloat16)
     assert {name: TensorSpec(t.dtype, tuple(t.shape)) for name, t in tensors.items()} == specs
     back = decode(tensors, "a.b", scheme)
     assert torch.equal(back.codes, weight.codes)
     assert torch.equal(back.scale, weight.scale)
     assert back.scheme == scheme
+    assert (back.zero_point is None) == scheme.symmetric
+    assert back.zero_point is None or torch.equal(back.zero_point, weight.zero_point)
+
+
+@pytest.mark.parametrize("rows", [16, 20, 31])
+@pytest.mark.parametrize("num_bits", [4, 8])
+def test_tensors_are_those_that_the_package_compresses(num_bits, rows):
+    """Its own compressor, on the weights that our codes stand for; odd numbers of rows fill the last word in part."""
+    scheme = QuantScheme(num_bits, 32, symmetric=False)
+    weight = quantized(rows=rows, scheme=scheme, dtype=torch.float32)
+    theirs = PackedQuantizationCompressor.compress(
+        {"weight": weight.dequantize(), "weight_scale": weight.scale, "weight_zero_point": weight.zero_point},
+        QuantizationScheme(
+            targets=["Linear"],
+            weights=QuantizationArgs(num_bits=num_bits, symmetric=False, strategy="group", group_size=32),
+        ),
+    )
+    ours = {name.removeprefix("l."): tensor for name, tensor in encode("l", weight).items()}
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 def test_encode_refuses():
@@ -77,8 +107,16 @@ def test_encode_refuses():
         encode("l", QuantizedWeight(torch.tensor([[-9, 7]], dtype=torch.int8), weight.scale, weight.scheme))
     with pytest.raises(CheckpointError, match="a scale is not finite"):
         encode("l", QuantizedWeight(weight.codes, weight.scale * float("inf"), weight.scheme))
-    with pytest.raises(CheckpointError, match="asymmetric weights are not supported yet"):
-        encode("l", QuantizedWeight(weight.codes, weight.scale, QuantScheme(4, 32, symmetric=False)))
+    with pytest.raises(CheckpointError, match="a scale is zero"):
+        encode("l", QuantizedWeight(weight.codes, weight.scale * 0, weight.scheme))
+    with pytest.raises(CheckpointError, match=r"l: compressed-tensors cannot hold W3A16 .*; it holds 4 and 8 bits"):
+        encode("l", quantized(scheme=QuantScheme(3, 32)))
+    with pytest.raises(CheckpointError, match="inputs static per tensor needs an input scale"):
+        encode("l", quantized(scheme=STATIC))
+    with pytest.raises(CheckpointError, match=r"the input scale \[0\.0\] is not positive"):
+        encode("l", quantized(scheme=STATIC), torch.zeros(1))
+    with pytest.raises(CheckpointError, match="W4A16 g32 symmetric needs no input scale"):
+        encode("l", weight, torch.ones(1))
 
 
 @pytest.mark.parametrize(
@@ -87,12 +125,12 @@ def test_encode_refuses():
         (lambda t: t.pop("l.weight_scale"), "l has no weight_scale"),
         (
             lambda t: t.update({"l.weight_packed": t["l.weight_packed"][:, :-1]}),
-            r"l\.weight_packed is .*\[16, 15\].*needs",
+            r"l\.weight_packed is .*\[16, 15\], needed is .*\[16, 16\] for W4A16 g32 symmetric of \[16, 128\]",
         ),
         (lambda t: t.update({"l.weight_packed": t["l.weight_packed"].long()}), r"l\.weight_packed is torch\.int64"),
         (lambda t: t.update({"l.weight_scale": t["l.weight_scale"][:, :2]}), r"l\.weight_scale is .*\[16, 2\]"),
         (lambda t: t.update({"l.weight_shape": torch.tensor([16, 130])}), r"130 is not a multiple of group_size=32"),
-        (lambda t: t.update({"l.weight_shape": torch.tensor([16])}), "holds 1 numbers"),
+        (lambda t: t.update({"l.weight_shape": torch.tensor([16])}), r"l\.weight_shape does not give 2 sizes"),
     ],
 )
 def test_decode_refuses_what_does_not_fit(change, message):
@@ -151,6 +189,27 @@ def test_package_accepts_the_config_and_resolves_the_same_schemes():
         assert by_target[name].group_size == (None if scheme.group_size == -1 else scheme.group_size)
     assert ours.scheme_of("lm_head") is None
     assert ours.scheme_of("c.q_proj") is None  # named targets only
+
+
+def test_config_of_mixed_storage_names_the_format_of_each_group():
+    """Weights with and without 8-bit inputs: ``mixed-precision`` above, and the format inside each group."""
+    schemes = {"a.o_proj": QuantScheme(4, 32, symmetric=False), "a.q_proj": STATIC, "b.q_proj": W8A8}
+    written = json.loads(json.dumps(quantization_config(schemes, ["lm_head"])))
+    assert written["format"] == "mixed-precision"
+    theirs = QuantizationConfig.model_validate(written).config_groups
+    assert [group.format for group in theirs.values()] == ["pack-quantized", "int-quantized", "int-quantized"]
+    assert [group.weights.symmetric for group in theirs.values()] == [False, True, True]
+    found = [group.input_activations for group in theirs.values()]
+    assert found[0] is None
+    assert [(inputs.dynamic, inputs.strategy, inputs.num_bits) for inputs in found[1:]] == [
+        (False, "tensor", 8),
+        (True, "token", 8),
+    ]
+    ours = read_quantization_config(written)
+    assert {name: ours.scheme_of(name) for name in schemes} == schemes
+    only = quantization_config({"a.q_proj": W8A8}, [])
+    assert only["format"] == "int-quantized"
+    assert "format" not in only["config_groups"]["group_0"]
 
 
 def test_targets_resolve_by_name_then_expression_then_class():
@@ -218,16 +277,18 @@ def test_config_that_llm_compressor_writes_is_read():
     ("path", "value", "message"),
     [
         (("quant_method",), "gptq", "quant_method is gptq"),
-        (("format",), "int-quantized", "format=int-quantized"),
+        (("format",), "int-quantized", "group_0 holds W4A16 g32 symmetric as int-quantized"),
+        (("format",), "float-quantized", "format=float-quantized"),
         (("quantization_status",), "frozen", "quantization_status=frozen"),
         (("kv_cache_scheme",), {"num_bits": 8}, "kv_cache_scheme="),
         (("sparsity_config",), {"format": "sparse-24-bitmask"}, "sparsity_config="),
         (("config_groups",), {}, "config_groups="),
-        (("config_groups", "group_0", "input_activations"), {"num_bits": 8}, r"group_0\.input_activations"),
+        (("config_groups", "group_0", "input_activations"), {"num_bits": 4}, r"group_0\.input_activations\.num_bits=4"),
+        (("config_groups", "group_0", "input_activations"), {"num_bits": 8}, "group_0 holds W4A8 .* as pack-quantized"),
+        (("config_groups", "group_0", "output_activations"), {"num_bits": 8}, r"group_0\.output_activations"),
         (("config_groups", "group_0", "targets"), [], "has no targets"),
         (("config_groups", "group_0", "weights", "type"), "float", r"weights\.type=float"),
         (("config_groups", "group_0", "weights", "num_bits"), 16, r"weights\.num_bits=16"),
-        (("config_groups", "group_0", "weights", "symmetric"), False, r"weights\.symmetric=False"),
         (("config_groups", "group_0", "weights", "strategy"), "block", r"weights\.strategy=block"),
         (("config_groups", "group_0", "weights", "group_size"), None, r"weights\.group_size=None"),
         (("config_groups", "group_0", "weights", "actorder"), "group", r"weights\.actorder=group"),

@@ -97,6 +97,7 @@ def test_gguf_becomes_the_model_that_it_was_made_of(tiny_gguf, tiny_llama_folder
     path = tiny_gguf(extra={"tokenizer.ggml.eot_token_id": 4})
     source = open_source(path)
     assert (source.name, source.kind, source.revision) == ("tiny.gguf", "gguf", None)
+    assert source.file_bytes == path.stat().st_size
     assert source.folder.is_relative_to(tmp_path / "cache")
     assert source.quantization is None
     assert source.dtype == torch.bfloat16

@@ -1,18 +1,21 @@
-"""GPTQ and the scale search against what the theory and a direct computation say."""
+"""GPTQ against what the theory and a direct computation say."""
 
 import pytest
 import torch
 from torch import Tensor
 
 from quantkit.algorithms import ALGORITHMS, load_algorithm
-from quantkit.algorithms.gptq import Options, factor_inverse, gptq, solve_columns
-from quantkit.algorithms.scale_search import search_scales
-from quantkit.calibration.statistics import InputStatistics, add_gram
+from quantkit.algorithms.error_feedback import factor_inverse, solve_columns
+from quantkit.algorithms.gptq import Options, gptq
+from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import QuantizationError, RecipeError
-from quantkit.primitives import absmax_scale, dequantize, quantize
+from quantkit.primitives import choose_qparams, dequantize, quantize
 from quantkit.scheme import QuantScheme
 
 SCHEME = QuantScheme(num_bits=4, group_size=32)
+ASYMMETRIC = QuantScheme(num_bits=4, group_size=32, symmetric=False)
+ALL_SCHEMES = [QuantScheme(bits, size, sym) for bits in (4, 8) for size in (32, -1) for sym in (True, False)]
+PLAIN = Options(damp_fraction=(0.01,), scale_search="diagonal", scale_refit=False)
 
 
 def _inputs(tokens: int, columns: int, seed: int = 0) -> Tensor:
@@ -25,38 +28,13 @@ def _inputs(tokens: int, columns: int, seed: int = 0) -> Tensor:
 
 
 def _statistics(x: Tensor) -> InputStatistics:
-    statistics = InputStatistics(x.shape[1])
-    statistics.add(x)
+    statistics = InputStatistics(x.shape[1], Wanted(gram=True, held_out=True, columns=True))
+    statistics.add(x, held_out=torch.arange(len(x)) % 8 == 7)
     return statistics
 
 
 def _loss(weight: Tensor, quantized: Tensor, x: Tensor) -> float:
     return float(((weight - quantized) @ x.T).square().sum())
-
-
-def test_hessian_is_the_mean_outer_product_of_unmasked_tokens() -> None:
-    x = _inputs(300, 700)
-    mask = torch.arange(300) % 3 != 0
-    statistics = InputStatistics(700)
-    statistics.add(x[:100].view(1, 100, 700), mask[:100].view(1, 100))
-    statistics.add(x[100:], mask[100:])
-    kept = x[mask].double()
-    assert statistics.num_tokens == int(mask.sum())
-    torch.testing.assert_close(statistics.hessian(), kept.T @ kept / len(kept), rtol=1e-5, atol=1e-5)
-
-
-def test_gram_of_tiles_equals_the_full_product() -> None:
-    x = _inputs(50, 1100)
-    total = torch.zeros(1100, 1100)
-    add_gram(total, x)
-    torch.testing.assert_close(torch.triu(total), torch.triu(x.T @ x), rtol=1e-4, atol=1e-4)
-
-
-def test_not_finite_inputs_are_an_error() -> None:
-    x = torch.ones(4, 8)
-    x[2, 3] = torch.inf
-    with pytest.raises(FloatingPointError, match="NaN or infinity"):
-        InputStatistics(8).add(x)
 
 
 def test_factor_is_the_upper_factor_of_the_damped_inverse() -> None:
@@ -92,7 +70,7 @@ def test_with_uncorrelated_inputs_gptq_is_round_to_nearest() -> None:
     weight = torch.randn(24, 64, generator=torch.Generator().manual_seed(2))
     statistics = InputStatistics(64)
     statistics.add(8 * torch.eye(64))
-    solution = gptq(weight, statistics, SCHEME, Options(), torch.float32)
+    solution = gptq(weight, statistics, SCHEME, PLAIN, torch.float32)
     assert torch.equal(solution.weight.codes, quantize(weight, solution.weight.scale, SCHEME))
 
 
@@ -100,7 +78,7 @@ def test_with_uncorrelated_inputs_gptq_is_round_to_nearest() -> None:
 def test_gptq_loses_less_than_rtn_on_the_calibration_inputs(seed: int) -> None:
     x = _inputs(500, 128, seed)
     weight = torch.randn(64, 128, generator=torch.Generator().manual_seed(seed))
-    scale = absmax_scale(weight, SCHEME, torch.bfloat16)
+    scale = choose_qparams(weight, SCHEME, torch.bfloat16)[0]
     rtn = dequantize(quantize(weight, scale, SCHEME), scale)
     solution = gptq(weight, _statistics(x), SCHEME, Options(), torch.bfloat16)
     assert _loss(weight, solution.weight.dequantize(), x) < 0.6 * _loss(weight, rtn, x)
@@ -110,27 +88,31 @@ def test_gptq_loses_less_than_rtn_on_the_calibration_inputs(seed: int) -> None:
     assert int(solution.weight.codes.max()) <= 7
 
 
-def test_blocks_of_columns_do_not_change_the_result() -> None:
-    x = _inputs(500, 96).double()
-    weight = torch.randn(16, 96, generator=torch.Generator().manual_seed(3))
-    factor, _ = factor_inverse(x.T @ x / 500, 0.01)
-    scale = absmax_scale(weight, SCHEME, torch.float32).repeat_interleave(32, 1)
-    one = solve_columns(weight, scale, factor, SCHEME, 96)
-    many = solve_columns(weight, scale, factor, SCHEME, 7)
-    assert (one != many).float().mean() < 0.01  # only where float32 rounds a tie differently
+@pytest.mark.parametrize("scheme", ALL_SCHEMES, ids=str)
+def test_columns_follow_algorithm_1_of_the_paper(scheme: QuantScheme) -> None:
+    x = _inputs(300, 64).double()
+    weight = torch.randn(6, 64, generator=torch.Generator().manual_seed(4)) + 0.3
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(5))
+    hessian = x.T @ x / 300
+    scale, zero_point = choose_qparams(weight, scheme, torch.bfloat16)
+    factor, _ = factor_inverse(hessian[order][:, order], 0.01)
+    codes = solve_columns(weight, scale, zero_point, factor, order, scheme, block_size=24)
 
-
-def test_columns_follow_algorithm_1_of_the_paper() -> None:
-    x = _inputs(300, 32).double()
-    weight = torch.randn(6, 32, generator=torch.Generator().manual_seed(4))
-    factor, _ = factor_inverse(x.T @ x / 300, 0.01)
-    scale = absmax_scale(weight, SCHEME, torch.float32).repeat_interleave(32, 1)
-    expected, w, u = torch.empty(6, 32), weight.double().clone(), factor.double()
-    for i in range(32):  # the paper's loop, no blocks, in float64
-        expected[:, i] = (w[:, i] / scale[:, i]).round().clamp(-8, 7)
-        error = (w[:, i] - expected[:, i] * scale[:, i]) / u[i, i]
-        w[:, i:] -= error[:, None] * u[i, i:][None]
-    assert torch.equal(solve_columns(weight, scale, factor, SCHEME, 8), expected.to(torch.int8))
+    damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64, dtype=torch.float64)
+    inverse = torch.linalg.inv(damped[order][:, order])
+    w, expected = weight.double()[:, order], torch.empty(6, 64)
+    for i in range(64):  # the update of optimal brain surgeon in float64: no blocks, no Cholesky factor
+        column = int(order[i])
+        group = column // (64 // scale.shape[1])
+        step = scale[:, group].double()
+        zero = torch.zeros(6) if zero_point is None else zero_point[:, group].double()
+        expected[:, column] = (torch.round(w[:, i] / step) + zero).clamp(scheme.code_min, scheme.code_max)
+        error = (w[:, i] - (expected[:, column] - zero) * step) / inverse[i, i]
+        w -= error[:, None] * inverse[i][None]
+        inverse -= inverse[:, i : i + 1] @ inverse[i : i + 1] / inverse[i, i]
+    agree = (codes == expected.to(torch.int8)).float().mean()
+    assert agree > 0.99  # ties and the float32 factor
+    assert int((codes - expected.to(torch.int8)).abs().max()) <= 1
 
 
 def test_a_dead_column_gets_code_zero_and_does_not_widen_its_group() -> None:
@@ -157,41 +139,100 @@ def test_without_tokens_gptq_refuses() -> None:
         gptq(torch.randn(4, 64), InputStatistics(64), SCHEME, Options(), torch.bfloat16)
 
 
-def test_searched_scales_are_as_good_as_an_exhaustive_sweep() -> None:
-    weight = torch.randn(10, 64, generator=torch.Generator().manual_seed(6))
-    importance = torch.rand(64, generator=torch.Generator().manual_seed(7)) + 0.01
-    scale = search_scales(weight, importance, SCHEME, torch.float32)
-
-    def loss(scale: Tensor) -> Tensor:
-        error = dequantize(quantize(weight, scale, SCHEME), scale) - weight
-        return (error.square() * importance).view(10, 2, 32).sum(-1)
-
-    cover = absmax_scale(weight, SCHEME, torch.float32) * 7.5 / 7
-    trials = [loss(sign * fraction * cover) for fraction in torch.linspace(0.5, 1.0, 400) for sign in (1.0, -1.0)]
-    exhaustive = torch.stack(trials).amin(0)
-    assert loss(scale).sum() <= 1.02 * exhaustive.sum()
-    assert (loss(scale) <= 1.15 * exhaustive).all()
-    assert loss(scale).sum() < 0.85 * loss(absmax_scale(weight, SCHEME, torch.float32)).sum()
-    assert (scale < 0).any()
-    assert (scale > 0).any()
+@pytest.mark.parametrize("scheme", ALL_SCHEMES, ids=str)
+def test_every_scheme_is_solved_and_beats_round_to_nearest(scheme: QuantScheme) -> None:
+    x = _inputs(500, 128)
+    weight = torch.randn(40, 128, generator=torch.Generator().manual_seed(3)) + 0.5
+    scale, zero_point = choose_qparams(weight, scheme, torch.bfloat16)
+    rtn = dequantize(quantize(weight, scale, scheme, zero_point), scale, zero_point)
+    weight_found = gptq(weight, _statistics(x), scheme, Options(), torch.bfloat16).weight
+    assert (weight_found.zero_point is None) == scheme.symmetric
+    assert int(weight_found.codes.min()) >= scheme.code_min
+    assert int(weight_found.codes.max()) <= scheme.code_max
+    assert _loss(weight, weight_found.dequantize(), x) < 0.6 * _loss(weight, rtn, x)
 
 
-def test_scale_search_tolerates_dead_groups_and_tiny_weights() -> None:
-    weight = torch.randn(3, 64) * 1e-30
-    weight[1] = 0
-    scale = search_scales(weight, torch.zeros(64), SCHEME, torch.bfloat16)
-    assert torch.isfinite(scale).all()
-    assert (scale != 0).all()
+def test_stages_say_what_was_tried_and_the_best_held_out_error_wins() -> None:
+    x = _inputs(700, 128)
+    weight = torch.randn(48, 128, generator=torch.Generator().manual_seed(9))
+    statistics = _statistics(x)
+    solution = gptq(weight, statistics, SCHEME, Options((0.003, 0.01, 0.1), "auto"), torch.bfloat16)
+    stages = solution.stages
+    assert stages["judged_by"] == "held-out windows"
+    assert set(stages["scale_search"]["errors"]) == {"diagonal", "pivot"}
+    assert set(stages["damp_fraction"]["errors"]) == {"0.003", "0.01", "0.1"}
+    for stage in ("scale_search", "damp_fraction"):
+        errors = stages[stage]["errors"]
+        assert errors[f"{stages[stage]['chosen']}"] == min(errors.values())
+    assert solution.damp_fraction == stages["damp_fraction"]["chosen"]
+    refit = stages["scale_refit"]
+    held_out = x[torch.arange(len(x)) % 8 == 7]
+    difference = (solution.weight.dequantize() - weight) @ held_out.T
+    error = float(difference.square().sum() / (weight @ held_out.T).square().sum())
+    assert error == pytest.approx(min(refit["errors"].values()), rel=1e-3)
+    assert refit["kept"] == (refit["errors"]["after"] < refit["errors"]["before"])
 
 
-def test_every_algorithm_loads_and_names_its_source_of_truth() -> None:
-    for name in ALGORITHMS:
-        algorithm = load_algorithm(name)
+def test_rows_are_solved_alone() -> None:
+    x = _inputs(300, 64)
+    weight = torch.randn(12, 64, generator=torch.Generator().manual_seed(10))
+    both = gptq(weight, _statistics(x), ASYMMETRIC, PLAIN, torch.bfloat16).weight
+    one, two = both.split([5, 7])
+    alone = gptq(weight[5:], _statistics(x), ASYMMETRIC, PLAIN, torch.bfloat16).weight
+    assert torch.equal(torch.cat([one.codes, two.codes]), both.codes)
+    assert torch.equal(two.codes, alone.codes)
+    assert alone.zero_point is not None
+    assert two.zero_point is not None
+    assert torch.equal(two.zero_point, alone.zero_point)
+
+
+def test_a_single_window_judges_itself_and_that_is_said() -> None:
+    statistics = InputStatistics(64, Wanted(gram=True, held_out=True))
+    statistics.add(_inputs(200, 64))
+    solution = gptq(torch.randn(8, 64), statistics, SCHEME, Options(), torch.bfloat16)
+    assert solution.stages["judged_by"] == "calibration windows"
+
+
+@pytest.mark.parametrize("scheme", ALL_SCHEMES, ids=str)
+def test_outlier_columns_and_fewer_tokens_than_columns_stay_finite(scheme: QuantScheme) -> None:
+    x = _inputs(20, 64)
+    x[:, 9] = 1e5
+    weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(11))
+    weight[2] = 0
+    solution = gptq(weight, _statistics(x), scheme, Options(), torch.bfloat16)
+    found = solution.weight.dequantize()
+    assert torch.isfinite(found).all()
+    assert (found[2] == 0).all()
+    assert (found - weight).norm() < 0.5 * weight.norm()
+    assert _loss(weight, found, x) < 1e-3 * float((weight @ x.T).square().sum())
+
+
+@pytest.mark.parametrize(("name", "options"), [*((name, {}) for name in ALGORITHMS), ("rtn", {"search": True})])
+def test_every_algorithm_loads_and_quantizes(name: str, options: dict[str, bool]) -> None:
+    algorithm = load_algorithm(name, options)
+    for scheme in ALL_SCHEMES:
         weight = torch.randn(8, 64, generator=torch.Generator().manual_seed(8))
-        solution = algorithm.solve(weight, _statistics(_inputs(200, 64)), SCHEME, algorithm.options, torch.bfloat16)
+        solution = algorithm.solve(weight, _statistics(_inputs(200, 64)), scheme, algorithm.options, torch.bfloat16)
         error = (solution.weight.dequantize() - weight).norm() / weight.norm()
-        assert error < 0.2
-        assert solution.weight.scale.shape == (8, 2)
+        assert error < 0.25
+        assert solution.weight.scale.shape == (8, scheme.num_groups(64))
+        assert (solution.weight.zero_point is None) == scheme.symmetric
+
+
+def test_rtn_with_search_loses_less_where_inputs_are_large_and_needs_tokens() -> None:
+    x = _inputs(400, 64)
+    weight = torch.randn(32, 64, generator=torch.Generator().manual_seed(12))
+    for scheme in (SCHEME, ASYMMETRIC):
+        plain, search = (
+            algorithm.solve(weight, _statistics(x), scheme, algorithm.options, torch.bfloat16).weight.dequantize()
+            for algorithm in (load_algorithm("rtn"), load_algorithm("rtn", {"search": True}))
+        )
+        importance = x.square().mean(0)
+        before, after = (((found - weight).square() * importance).sum() for found in (plain, search))
+        assert after < 0.8 * before
+    algorithm = load_algorithm("rtn", {"search": True})
+    with pytest.raises(QuantizationError, match="needs calibration tokens"):
+        algorithm.solve(weight, None, SCHEME, algorithm.options, torch.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +240,8 @@ def test_every_algorithm_loads_and_names_its_source_of_truth() -> None:
     [
         ("gptqq", {}, "unknown algorithm 'gptqq'.*gptq, rtn"),
         ("gptq", {"damp": 1}, "damp"),
-        ("gptq", {"damp_fraction": 0.0}, "damp_fraction=0"),
+        ("gptq", {"damp_fraction": (0.0,)}, "damp_fraction=0"),
+        ("gptq", {"scale_search": "block"}, "scale_search='block'; choose from auto, diagonal, pivot"),
         ("rtn", {"damp_fraction": 0.1}, "rtn"),
     ],
 )

@@ -130,14 +130,17 @@ def test_gguf_by_its_header(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("config", "shape"),
+    ("config", "shape", "scheme"),
     [
-        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}, (128 // 8, 64)),
-        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, (128, 64 // 8)),
+        ({"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True}, (128 // 8, 64),
+         "W4A16 g32 symmetric"),
+        ({"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}, (128, 64 // 8),
+         "W4A16 g32 asymmetric"),
+        ({"quant_method": "gptq", "bits": 3, "group_size": 32}, (128 * 3 // 32, 64), "gptq 3 bits g32"),
     ],
-    ids=["gptq", "awq"],
-)
-def test_checkpoint_of_another_tool(tiny_llama_folder, tmp_path, config, shape):
+    ids=["gptq", "awq", "3 bits"],
+)  # fmt: skip
+def test_checkpoint_of_another_tool(tiny_llama_folder, tmp_path, config, shape, scheme):
     folder = Path(shutil.copytree(tiny_llama_folder, tmp_path / "peer"))
     tensors = load_file(folder / "model.safetensors")
     layer = "model.layers.0.mlp.down_proj"
@@ -152,31 +155,42 @@ def test_checkpoint_of_another_tool(tiny_llama_folder, tmp_path, config, shape):
     edit_json(folder / "config.json", quantization_config=config)
     report = inspect_checkpoint(folder)
     method = config["quant_method"]
-    assert report["format"] == method
-    assert report["quantization"].items() >= {"method": method, "bits": 4, "group_size": 32}.items()
-    (entry,) = [entry for entry in report["schemes"] if entry["scheme"].startswith(method)]
-    assert entry["scheme"] == f"{method} 4 bits g32"
+    assert report["format"] == " ".join([method, *config.get("version", "").split()])
+    assert report["quantization"].items() >= {"method": method, "bits": config["bits"], "group_size": 32}.items()
+    (entry,) = [entry for entry in report["schemes"] if entry["scheme"] == scheme]
     assert entry["weights"] == 64 * 128
-    assert entry["bytes"] == 128 * 64 // 2 + 4 * 8 * 4 + 4 * 64 * 2 + 128 * 4
-    assert "the codes are not decoded" in report["notes"][0]
+    assert entry["bytes"] == shape[0] * shape[1] * 4 + 4 * 8 * 4 + 4 * 64 * 2 + 128 * 4
+    three = ["quantization_config: bits=3 is not supported yet: sizes only"]
+    assert report["notes"] == (three if config["bits"] == 3 else [])
 
 
 def test_scheme_that_is_not_supported_yet(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
     config = json.loads((folder / "config.json").read_text())
-    config["quantization_config"]["format"] = "int-quantized"
+    config["quantization_config"]["format"] = "float-quantized"
     (folder / "config.json").write_text(json.dumps(config))
     report = inspect_checkpoint(folder)
-    assert report["format"] == "compressed-tensors int-quantized"
-    assert report["notes"] == ["quantization_config: format=int-quantized is not supported yet"]
+    assert report["format"] == "compressed-tensors float-quantized"
+    assert report["notes"] == ["quantization_config: format=float-quantized is not supported yet: sizes only"]
     assert report["quantized_layers"] == 14
+
+
+BROKEN_RECORDS = {
+    "{": "Invalid JSON",
+    "[]": "Input should be an object",
+    '{"schema_version": 99, "layers": []}': "schema_version: Input should be 1",
+    '{"schema_version": 1, "layers": 5, "files": [], "probe": 3}': "layers: Input should be a valid array",
+    '{"schema_version": 1, "layers": [{"name": "a", "relative_output_error": "x"}]}': "layers.0.relative_output_error",
+    '{"schema_version": 1, "model": "x"}': "model: Input should be an object",
+}
 
 
 def test_broken_record(checkpoint, tmp_path):
     folder = Path(shutil.copytree(checkpoint, tmp_path / "copy"))
-    (folder / "quantkit.json").write_text("{")
-    with pytest.raises(CheckpointError, match=r"quantkit\.json is no valid JSON"):
-        inspect_checkpoint(folder)
+    for text, problem in BROKEN_RECORDS.items():
+        (folder / "quantkit.json").write_text(text)
+        with pytest.raises(CheckpointError, match=rf"quantkit\.json is broken or of another version: {problem}"):
+            inspect_checkpoint(folder)
 
 
 def test_real_gguf(smollm2_gguf):

@@ -15,11 +15,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from quantkit import pipeline
 from quantkit.errors import CheckpointError, QuantkitError, SourceError
 from quantkit.journal import Journal
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, parse_recipe
+from quantkit_eval.errors import EvalError
 
 TEMPLATE = """\
 version: 1
@@ -58,22 +58,29 @@ def _hashes(folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3"])
 def test_gptq_beats_rtn_on_the_model_s_own_logits(
-    family: str, tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]
+    family: str, tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe], corpus: Path, tmp_path: Path
 ) -> None:
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    recipe = make_recipe(tiny_models(family))
+    logits = torch.empty(0)
+
+    folder = tiny_models(family)
+    recipe = make_recipe(folder)
     manifest = quantize_model(recipe)
-    rtn = quantize_model(make_recipe(tiny_models(family), "rtn", "rtn"))
-    assert [layer["name"] for layer in manifest["layers"]]
-    mean = lambda m, key: sum(layer[key] for layer in m["layers"]) / len(m["layers"])  # noqa: E731
-    assert 0 < mean(manifest, "relative_output_error") < mean(rtn, "relative_weight_error")
+    rtn = quantize_model(make_recipe(folder, "rtn", "rtn"))
+    assert [layer["name"] for layer in manifest["layers"]] == [layer["name"] for layer in rtn["layers"]] != []
     assert all(layer["input_tokens"] == 512 for layer in manifest["layers"])
     assert all(layer["relative_output_error"] is None for layer in rtn["layers"])
-    model = AutoModelForCausalLM.from_pretrained(recipe.outputs[0].path, dtype=torch.float32)
     probe = manifest["probe"]
-    with torch.inference_mode():
-        logits = model(torch.tensor([probe["token_ids"]])).logits[0]
+    text = AutoTokenizer.from_pretrained(folder)(corpus.read_text()).input_ids[:512]
+    said = {}
+    for name, path in {"original": folder, "gptq": tmp_path / "out", "rtn": tmp_path / "rtn"}.items():
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        with torch.inference_mode():
+            said[name] = model(torch.tensor(text).reshape(8, 64)).logits
+            logits = model(torch.tensor([probe["token_ids"]])).logits[0] if name == "gptq" else logits
+    error = {name: float((said[name] - said["original"]).square().mean()) for name in ("gptq", "rtn")}
+    assert 0 < error["gptq"] < error["rtn"]
     expected, ids = torch.tensor(probe["top_logits"]), torch.tensor(probe["top_ids"])
     torch.testing.assert_close(logits.gather(1, ids), expected, rtol=1e-3, atol=1e-3)
 
@@ -213,9 +220,29 @@ def test_resume_refuses_another_recipe_and_names_the_difference(
 
 def test_a_broken_journal_is_refused(tmp_path: Path) -> None:
     assert Journal.load(tmp_path, {}) is None
-    (tmp_path / "journal.json").write_text('{"identity"')
-    with pytest.raises(CheckpointError, match="cannot read the journal"):
-        Journal.load(tmp_path, {})
+    whole = {"schema_version": 2, "identity": {}, "finished_blocks": 1, "written": [["a"]], "layers": []}
+    (tmp_path / "journal.json").write_text(json.dumps(whole))
+    assert Journal.load(tmp_path, {}, num_outputs=1, num_blocks=2) is not None
+    broken: list[Any] = [{key: value for key, value in whole.items() if key != gone} for gone in whole]
+    broken += [whole | {"identity": []}, whole | {"finished_blocks": 0}, whole | {"written": [[1]]}, [], 3]
+    for text in ('{"identity"', "", "\udcff", *map(json.dumps, broken)):
+        (tmp_path / "journal.json").write_bytes(text.encode(errors="surrogateescape"))
+        with pytest.raises(CheckpointError, match=r"cannot read the journal .* Run without --resume") as caught:
+            Journal.load(tmp_path, {})
+        assert "\n" not in str(caught.value)
+    for other in (whole | {"finished_blocks": 3}, whole | {"written": [["a"], ["b"]]}):
+        (tmp_path / "journal.json").write_text(json.dumps(other))
+        with pytest.raises(CheckpointError, match="which this run has not"):
+            Journal.load(tmp_path, {}, num_outputs=1, num_blocks=2)
+
+
+def test_activations_of_another_run_are_refused(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, {})
+    journal.record(0, [["a"]], [], [torch.zeros(2, 3), torch.zeros(1, 3)])
+    assert [tensor.shape for tensor in journal.hidden([torch.ones(2, 3), torch.ones(1, 3)])] == [(2, 3), (1, 3)]
+    for like in ([torch.ones(2, 3)], [torch.ones(2, 3), torch.ones(1, 4)]):
+        with pytest.raises(CheckpointError, match="holds other activations than this run has"):
+            journal.hidden(like)
 
 
 SCRIPT = """\
@@ -235,20 +262,104 @@ def test_killed_at_any_moment_it_resumes_to_the_same_bytes(
     whole = quantize_model(make_recipe(model, output="whole"))
     (tmp_path / "recipe.yaml").write_text(make_recipe(model).text)
     command = [sys.executable, "-c", SCRIPT, str(tmp_path / "recipe.yaml")]
+    begun = []  # with how many of the 28 layers finished
     for kill_after in (3, 6, 9, 9):  # lines of progress, counted from where the run goes on
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
-            for _ in range(kill_after):
-                process.stdout.readline()
+            lines = [process.stdout.readline() for _ in range(kill_after)]
             time.sleep(0.02)
             process.send_signal(signal.SIGKILL)
-    quantize_model(make_recipe(model), resume=True, overwrite=True)  # a fast machine may have outrun the last kill
+        begun.append(int(lines[0].split()[1]))
+    seen: list[int] = []
+    quantize_model(make_recipe(model), resume=True, progress=lambda stage, done, total: seen.append(done))
+    assert begun[3] >= 7  # the third run was killed in its second block
+    assert seen[:1] == [] or seen[0] >= 14  # a fast machine may have outrun the last kill; then nothing is left to do
     assert _hashes(tmp_path / "out") == whole["files"]
     assert not (tmp_path / "out.partial").exists()
 
 
-def test_every_error_of_the_pipeline_is_one_line(make_recipe: Callable[..., Recipe], tmp_path: Path) -> None:
-    with pytest.raises(QuantkitError) as caught:
-        quantize_model(make_recipe(tmp_path / "no-such-model"))
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"model": "no-such-model"}, "no-such-model"),
+        ({"num_tokens: 512": "num_tokens: 512000"}, "tokens and 512,000 are needed"),
+        ({"window_tokens: 64": "window_tokens: 512", "num_tokens: 512": "num_tokens: 4096"}, "corpus.txt has"),
+        ({"group_size: 32": "group_size: 48"}, "group_size"),
+        ({"group_size: 32": "group_size: 128"}, "128 does not divide the 64 input columns"),
+        ({"group_size: 32": "group_size: 32\n  ignore: [lm_heat]"}, "'lm_heat' matches no layer"),
+        ({"path: OUT": "path: CORPUS"}, "is a source of the calibration"),
+        ({"path: OUT": "path: CORPUS/out"}, "CORPUS is no folder"),
+        ({"path: OUT": "path: ."}, "the output . is the current folder"),
+    ],
+)
+def test_every_error_of_the_pipeline_is_one_line_that_names_what_is_wrong(
+    change: dict[str, str], line: str, tiny_llama_folder: Path, corpus: Path, tmp_path: Path
+) -> None:
+    model = change.pop("model", tiny_llama_folder)
+    text = TEMPLATE.format(model=model, corpus=corpus, algorithm="gptq", output="OUT")
+    for old, new in change.items():
+        assert old in text
+        text = text.replace(old, new)
+    with pytest.raises((QuantkitError, EvalError)) as caught:
+        quantize_model(parse_recipe(text.replace("OUT", str(tmp_path / "out")).replace("CORPUS", str(corpus))))
     assert "\n" not in str(caught.value)
-    assert pipeline.PROBE_TOKENS == 32
+    assert line.replace("CORPUS", str(corpus)) in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_finished_checkpoint_of_the_same_run_is_not_made_again(
+    tiny_llama_folder: Path, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    first = quantize_model(make_recipe(tiny_llama_folder, "rtn"))
+    seen: list[str] = []
+    again = quantize_model(
+        make_recipe(tiny_llama_folder, "rtn"), resume=True, progress=lambda stage, done, total: seen.append(stage)
+    )
+    assert (again, seen) == (first, [])
+    with pytest.raises(CheckpointError, match=r"not empty. Give --overwrite"):  # another run's is not taken for it
+        quantize_model(make_recipe(tiny_llama_folder, "gptq"), resume=True)
+    assert quantize_model(make_recipe(tiny_llama_folder, "gptq"), resume=True, overwrite=True) != first
+    (tmp_path / "out/model.safetensors").unlink()  # no longer whole
+    with pytest.raises(CheckpointError, match="not empty"):
+        quantize_model(make_recipe(tiny_llama_folder, "gptq"), resume=True)
+
+
+def test_a_block_that_config_json_leaves_out_is_named(
+    tiny_llama_folder: Path, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    import shutil
+
+    short = Path(shutil.copytree(tiny_llama_folder, tmp_path / "short"))
+    config = json.loads((short / "config.json").read_text())
+    (short / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
+    with pytest.raises(SourceError, match=r"the block model.layers.1, and config.json asks for 1 blocks only. Set num"):
+        quantize_model(make_recipe(short, "rtn"))
+
+
+def test_tensors_that_transformers_does_not_load_are_said_aloud(
+    tiny_llama_folder: Path, make_recipe: Callable[..., Recipe], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    import shutil
+
+    more = Path(shutil.copytree(tiny_llama_folder, tmp_path / "more"))
+    tensors = load_file(more / "model.safetensors") | {f"extra.{i}.weight": torch.zeros(2) for i in range(5)}
+    save_file(tensors, more / "model.safetensors", metadata={"format": "pt"})
+    quantize_model(make_recipe(more, "rtn"))
+    assert "does not load extra.0.weight, extra.1.weight, extra.2.weight and 2 more: copied as they are" in caplog.text
+
+
+def test_copying_is_counted_in_megabytes_from_its_start(
+    make_tiny_model: Callable[..., Path], make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """A count of tensors would promise the time of an embedding for every norm."""
+    model = make_tiny_model("llama", tmp_path / "m", vocab_size=20_000)
+    seen: list[tuple[int, int]] = []
+
+    def note(stage: str, done: int, total: int) -> None:
+        if stage == "copy (MB)":
+            seen.append((done, total))
+
+    quantize_model(make_recipe(model, "rtn"), progress=note)
+    copied = 2 * 20_000 * 64 * 4 + 5 * 64 * 4  # embedding, head, norms
+    assert seen[0] == (0, 11)
+    assert seen[-1] == (11, -(-copied // 10**6))

@@ -4,10 +4,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from quantkit.errors import RecipeError, SourceError
+from quantkit.formats.safetensors_file import TensorSpec
 from quantkit.plan import Plan, make_plan
 from quantkit.recipe import parse_recipe
+from quantkit.scheme import PRESETS, QuantScheme
 
 TEMPLATE = """\
 version: 1
@@ -79,7 +82,11 @@ def test_tensors_of_mixtral_that_cannot_be_quantized_must_be_ignored(tiny_models
         ("auto", r"[lm_head, 'model\.layers\.1']", "matches no layer.*must match the whole name"),
         ("auto", "[]", "lm_head, which is outside the decoder blocks"),
         ("auto", "['.*']", "leaves no layer"),
-        ("auto", r"[lm_head, '.*\.k_proj']", r"splits a unit that engines fuse.*k_proj is ignored and .*q_proj is not"),
+        (
+            "auto",
+            r"[lm_head, '.*\.k_proj']",
+            "splits a unit that engines fuse: .*k_proj is ignored and .*q_proj is W4A16",
+        ),
     ],
 )
 def test_refusals(group_size: int | str, ignore: str, message: str, tiny_models: Callable[[str], Path]) -> None:
@@ -106,3 +113,49 @@ def test_a_quantized_model_is_refused(tiny_models: Callable[[str], Path], tmp_pa
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(SourceError, match=r"quantized already \(gptq\)"):
         _plan(folder)
+
+
+def _with_overrides(model: Path, overrides: str, output: str = "compressed-tensors", scheme: str = "W4A16") -> Plan:
+    text = TEMPLATE.format(model=model, group_size="auto", ignore="[lm_head]").replace("W4A16", scheme)
+    text = text.replace("compressed-tensors", output).replace("outputs", f"  overrides: {overrides}\noutputs")
+    return make_plan(parse_recipe(text))
+
+
+def test_the_last_override_that_matches_counts_and_each_finds_its_own_group_size(tiny_llama_folder: Path) -> None:
+    overrides = r"""[{match: 'model\.layers\.1\..*', scheme: W8A16}, {match: '.*down_proj', scheme: W4A16_ASYM},
+      {match: 'model.layers.0.self_attn.o_proj', scheme: none}]"""
+    plan = _with_overrides(tiny_llama_folder, overrides)
+    schemes = plan.schemes
+    assert schemes["model.layers.0.mlp.up_proj"] == QuantScheme(4, 64)
+    assert schemes["model.layers.1.mlp.up_proj"] == PRESETS["W8A16"]
+    for block in (0, 1):
+        assert schemes[f"model.layers.{block}.mlp.down_proj"] == QuantScheme(4, 128, symmetric=False)
+    assert plan.ignored == ("model.layers.0.self_attn.o_proj", "lm_head")
+    assert "model.layers.0.self_attn.o_proj.weight" in plan.copied
+
+
+def test_a_weight_of_eight_bits_is_not_copied_though_its_name_stays(tiny_llama_folder: Path) -> None:
+    plan = _with_overrides(tiny_llama_folder, "[]", scheme="W8A8")
+    name = "model.layers.0.mlp.up_proj.weight"
+    assert plan.specs[name] == TensorSpec(torch.int8, (128, 64))
+    assert name not in plan.copied
+
+
+@pytest.mark.parametrize(
+    ("overrides", "output", "message"),
+    [
+        ("[{match: '.*doon_proj', scheme: none}]", "gptq", r"overrides\[0\]: '\.\*doon_proj' matches no layer"),
+        ("[{match: lm_head, scheme: W8A16}]", "gptq", "'lm_head' matches no layer that is quantized"),
+        ("[{match: '.*gate_proj', scheme: W8A16}]", "gptq",
+         "splits a unit that engines fuse: .*gate_proj is W8A16 channel|up_proj is W4A16 .* gate_proj is W8A16"),
+        ("[{match: '.*k_proj', scheme: none}]", "gptq", "k_proj is kept by an override and .*q_proj is W4A16 g64"),
+        ("[{match: '.*o_proj', scheme: W4A16, group_size: 128}]", "gptq",
+         r"overrides\[0\]\.group_size: 128 does not divide the 64 input columns of model.layers.0.self_attn.o_proj"),
+        ("[{match: '.*o_proj', scheme: W4A16_ASYM}]", "awq", r"outputs\[0\]: awq holds one scheme for all layers"),
+        ("[{match: '.*', scheme: none}]", "gptq", "leaves no layer to quantize"),
+    ],
+)  # fmt: skip
+def test_overrides_that_cannot_be(overrides: str, output: str, message: str, tiny_llama_folder: Path) -> None:
+    with pytest.raises(RecipeError, match=message) as caught:
+        _with_overrides(tiny_llama_folder, overrides, output)
+    assert "\n" not in str(caught.value)

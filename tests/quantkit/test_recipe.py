@@ -161,14 +161,14 @@ def test_home_is_expanded_in_paths() -> None:
         ("seed: 7", "seed: 7\nscheme: W4A16", "r.yaml:11:1: scheme: unknown key; allowed here: version, model, "
          "calibration, quantization, outputs, gates, report; scheme belongs under quantization"),
         ("damp_fraction", "dampfraction", "r.yaml:15:27: quantization.algorithm.dampfraction: unknown key; "
-         "allowed here: name, damp_fraction, block_size; did you mean 'damp_fraction'?"),
+         "allowed here: name, damp_fraction, scale_search, scale_refit, block_size; did you mean 'damp_fraction'?"),
         ("name: gptq", "name: gtpq", "r.yaml:15:21: quantization.algorithm.name: 'gtpq' is not allowed; "
          "allowed: rtn, gptq; did you mean 'gptq'?"),
         ("name: gptq, ", "", "r.yaml:15:14: quantization.algorithm.name: missing; allowed: rtn, gptq"),
         ("{name: gptq, damp_fraction: 1e-2, block_size: 64}", "gptq",
          "r.yaml:15:14: quantization.algorithm: must be a mapping, not 'gptq'"),
         ("kind: jsonl", "kind: json", "r.yaml:6:14: calibration.sources[1].kind: 'json' is not allowed; "
-         "allowed: text, jsonl, dataset; did you mean 'jsonl'?"),
+         "allowed: text, jsonl, dataset, self_generated; did you mean 'jsonl'?"),
         ("path: corpus.txt, share", "text: corpus.txt, share", "r.yaml:5:20: calibration.sources[0].text: unknown key; "
          "allowed here: kind, path, share"),
         ("path: corpus.txt, share", "share", "r.yaml:5:7: calibration.sources[0].path: missing"),
@@ -184,7 +184,7 @@ def test_home_is_expanded_in_paths() -> None:
         ("num_tokens: 4096", "num_tokens: true", "r.yaml:8:15: calibration.num_tokens: must be a whole number, "
          "not true"),
         ("scheme: W4A16", "scheme: w4a16", "r.yaml:12:11: quantization.scheme: 'w4a16' is not allowed; "
-         "allowed: W4A16; did you mean 'W4A16'?"),
+         "allowed: W4A16, W4A16_ASYM, W8A16, W8A8, W8A8_STATIC; did you mean 'W4A16'?"),
         ("scheme: W4A16", "scheme: 4", "r.yaml:12:11: quantization.scheme: must be a mapping, not 4"),
         ("group_size: auto", "group_size: 48", "r.yaml:13:15: quantization.group_size: 48 is not allowed; "
          "allowed: auto, channel, 32, 64, 128"),
@@ -195,7 +195,7 @@ def test_home_is_expanded_in_paths() -> None:
         ("path: out/w4a16}", "path: ''}", "r.yaml:18:40: outputs[0].path: empty"),
         ("path: out/w4a16}", "path: [a]}", "r.yaml:18:40: outputs[0].path: must be a path, not a list"),
         ("suites: [extract, nll]", "suites: [extract, nlll]", "r.yaml:20:21: gates.suites[1]: 'nlll' is not allowed; "
-         "allowed: extract, nll; did you mean 'nll'?"),
+         "allowed: extract, schema, tools, arith, needle, scripts, instructions, nll; did you mean 'nll'?"),
         ("suites: [extract, nll]", "suites: [nll]", "r.yaml:21:26: gates.max_drop_pp.extract: the suite extract is not "
          "in gates.suites (nll)"),
         ("suites: [extract, nll]", "suites: [extract]", "r.yaml:22:21: gates.max_kl_mean_nats: needs the suite nll in "
@@ -237,29 +237,19 @@ def test_a_mistake_is_one_line_with_its_place(old: str, new: str, message: str) 
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("kind: text, path: corpus.txt", "kind: self_generated, seed_prompts: builtin",
-         "r.yaml:5:8: not supported yet: calibration.sources[0].kind: 'self_generated'; supported: text, "
-         "jsonl, dataset"),
-        ("transforms: []", "transforms: [awq]", "r.yaml:14:3: not supported yet: quantization.transforms"),
-        ("transforms: []", "overrides: [{match: x, scheme: W8A16}]",
-         "r.yaml:14:3: not supported yet: quantization.overrides"),
+        ("transforms: []", "overrides: [{match: x, scheme: NVFP4}]",
+         "r.yaml:14:26: not supported yet: quantization.overrides[0].scheme: 'NVFP4'; supported: W4A16, W4A16_ASYM, "
+         "W8A16, W8A8, W8A8_STATIC, none"),
         ("transforms: []", "tuning: {steps: 120}", "r.yaml:14:3: not supported yet: quantization.tuning"),
         ("transforms: []", "target_bits: 4.5", "r.yaml:14:3: not supported yet: quantization.target_bits"),
         ("transforms: []", "target_bytes: 4", "r.yaml:14:3: not supported yet: quantization.target_bytes"),
-        ("scheme: W4A16", "scheme: W8A8", "r.yaml:12:3: not supported yet: quantization.scheme: 'W8A8'; "
-         "supported: W4A16"),
-        ("scheme: W4A16", "scheme: {num_bits: 8}", "r.yaml:12:12: not supported yet: quantization.scheme.num_bits: 8; "
-         "supported: 4"),
-        ("scheme: W4A16", "scheme: {num_bits: 4, symmetric: false}",
-         "r.yaml:12:25: not supported yet: quantization.scheme.symmetric: false; supported: true"),
+        ("scheme: W4A16", "scheme: NVFP4", "r.yaml:12:3: not supported yet: quantization.scheme: 'NVFP4'; "
+         "supported: W4A16, W4A16_ASYM, W8A16, W8A8, W8A8_STATIC"),
+        ("scheme: W4A16", "scheme: {num_bits: 3}", "r.yaml:12:12: not supported yet: quantization.scheme.num_bits: 3; "
+         "supported: 4, 8"),
         ("format: compressed-tensors,", "format: gguf, type: Q4_K_M,",
-         "r.yaml:18:6: not supported yet: outputs[0].format: 'gguf'; supported: compressed-tensors (and 1 more)"),
-        ("outputs:", "outputs:\n  - {format: compressed-tensors, path: elsewhere}",
-         "r.yaml:19:5: not supported yet: outputs[1]"),
-        ("suites: [extract,", "suites: [schema,", "r.yaml:20:12: not supported yet: gates.suites[0]: 'schema'; "
-         "supported: extract, nll"),
-        ("max_drop_pp: {extract: 5}", "max_drop_pp: {tools: 5}", "r.yaml:21:17: not supported yet: "
-         "gates.max_drop_pp.tools: 'tools'; supported: extract"),
+         "r.yaml:18:6: not supported yet: outputs[0].format: 'gguf'; supported: compressed-tensors, "
+         "gptq, awq (and 1 more)"),
     ],
 )  # fmt: skip
 def test_what_the_contract_has_and_quantkit_does_not_is_refused_by_name(old: str, new: str, message: str) -> None:
@@ -269,14 +259,14 @@ def test_what_the_contract_has_and_quantkit_does_not_is_refused_by_name(old: str
 
 def test_every_value_that_is_not_yet_supported_is_said_to_be_so() -> None:
     places = {
-        "calibration.sources[].kind": ("kind: text", "kind: {}"),
         "quantization.scheme": ("scheme: W4A16", "scheme: {}"),
         "quantization.scheme.num_bits": ("scheme: W4A16", "scheme: {{num_bits: {}}}"),
-        "quantization.scheme.symmetric": ("scheme: W4A16", "scheme: {{num_bits: 4, symmetric: {}}}"),
+        "quantization.overrides[].scheme": ("transforms: []", "overrides: [{{match: x, scheme: {}}}]"),
+        "quantization.overrides[].scheme.num_bits": (
+            "transforms: []",
+            "overrides: [{{match: x, scheme: {{num_bits: {}}}}}]",
+        ),
         "outputs[].format": ("format: compressed-tensors", "format: {}"),
-        "gates.suites[]": ("suites: [extract", "suites: [{}"),
-        "gates.max_drop_pp{}": ("max_drop_pp: {extract", "max_drop_pp: {{{}"),
-        "gates.num_items{}": ("num_items: {extract", "num_items: {{{}"),
     }
     assert places.keys() == NOT_YET_VALUES.keys()
     for pattern, values in NOT_YET_VALUES.items():
@@ -284,7 +274,7 @@ def test_every_value_that_is_not_yet_supported_is_said_to_be_so() -> None:
         for value in values:
             word = str(value).lower() if isinstance(value, bool) else value
             assert "not supported yet: " in refusal(FULL.replace(old, new.format(word), 1)), (pattern, value)
-    assert "quantization.transforms" in NOT_YET_KEYS
+    assert "quantization.tuning" in NOT_YET_KEYS
 
 
 def test_the_first_of_several_mistakes_is_shown_and_the_rest_counted() -> None:
@@ -349,7 +339,7 @@ def test_files_that_are_no_recipe(tmp_path: Path) -> None:
         load_recipe(binary)
     with binary.open("wb") as file:
         file.truncate(3 << 20)
-    with pytest.raises(RecipeError, match="has 3145728 bytes, too many for a recipe"):
+    with pytest.raises(RecipeError, match="has more than 1048576 bytes, too many for a recipe"):
         load_recipe(binary)
     with pytest.raises(RecipeError, match="is a folder, not a recipe"):
         load_recipe(tmp_path)
@@ -364,7 +354,7 @@ def test_an_existing_file_wins_over_a_built_in_name(tmp_path: Path, monkeypatch:
     assert load_recipe("aa").text == RTN
 
 
-@pytest.mark.parametrize("name", ["aa", "w4a16-gptq", "w4a16-rtn"])
+@pytest.mark.parametrize("name", ["aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w8a8"])
 def test_built_in_recipes_are_short_commented_and_usable(name: str) -> None:
     recipe = load_recipe(name)
     lines = recipe.text.splitlines()
@@ -374,7 +364,7 @@ def test_built_in_recipes_are_short_commented_and_usable(name: str) -> None:
     assert recipe.report.paths.keys() == {"html", "junit", "markdown"}
     assert recipe.is_self_comparison == (name == "aa")
     assert recipe.gates.max_drop_pp
-    assert set(builtin_recipes()) == {"aa", "w4a16-gptq", "w4a16-rtn"}
+    assert set(builtin_recipes()) == {"aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w8a8"}
 
 
 def test_importing_the_recipe_imports_no_torch() -> None:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.errors import SourceError
+from quantkit.model_folder import first_line
 from quantkit.source import open_source
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "mixtral"]
@@ -233,7 +234,7 @@ def test_tokenizer(model_folder, tmp_path):
     assert source.tokenizer().eos_token_id == 2
     for path in model_folder.glob("tokenizer*"):
         path.unlink()
-    with pytest.raises(SourceError, match="no tokenizer that loads"):
+    with pytest.raises(SourceError, match=r"has no tokenizer\. Copy its files"):
         open_source(model_folder).tokenizer()
 
 
@@ -342,3 +343,62 @@ def test_a_file_is_no_model(tmp_path):
     (tmp_path / "weights.safetensors").write_bytes(b"")
     with pytest.raises(SourceError, match=r"neither a folder nor a \.gguf file"):
         open_source(tmp_path / "weights.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 65}, r"hidden size \(65\) is not a multiple of the number of attention heads \(4\)"),
+        ({"num_attention_heads": 0}, "config.json"),
+        ({"hidden_size": -64}, "."),
+        ({"vocab_size": "many"}, "vocab_size"),
+        ({"rope_parameters": {"rope_type": "no such type", "rope_theta": 1}}, "."),
+    ],
+)
+def test_a_config_that_makes_no_model_is_one_line(model_folder, changes, words):
+    edit_config(model_folder, **changes)
+    with pytest.raises(SourceError, match=words) as caught:
+        open_source(model_folder).skeleton()
+    assert "\n" not in str(caught.value)
+    assert str(model_folder) in str(caught.value)
+
+
+def test_a_model_without_tokenizer_says_what_to_copy(model_folder):
+    (model_folder / "tokenizer.json").unlink()
+    with pytest.raises(SourceError, match=r"model has no tokenizer\. Copy its files, such as tokenizer.json or"):
+        open_source(model_folder).tokenizer()
+    (model_folder / "tokenizer.json").write_text("{")
+    with pytest.raises(SourceError, match=r"has no tokenizer that loads: .+[^:]$") as caught:
+        open_source(model_folder).tokenizer()
+    assert "\n" not in str(caught.value)
+
+
+def test_somebody_else_s_error_becomes_one_line():
+    text = "Cannot read it from one of: \n(1) a file, \n(2) a folder.\n\nYou can update the library"
+    assert first_line(ValueError(text)) == "Cannot read it from one of: (1) a file, (2) a folder"
+    assert len(first_line(ValueError("x" * 5000))) <= 300
+    assert first_line(KeyError()) == "KeyError"
+
+
+@pytest.mark.parametrize("name", ["", " "])
+def test_an_empty_name_is_not_the_current_folder(model_folder, monkeypatch, name):
+    monkeypatch.chdir(model_folder)
+    assert open_source(".").name == "model"
+    with pytest.raises(SourceError, match="the model's name is empty"):
+        open_source(name)
+
+
+def test_a_block_more_than_config_json_asks_for_is_refused_and_an_extra_is_not(model_folder):
+    source = open_source(model_folder)
+    assert source.weight_map(source.skeleton()).unused == []
+    edit_config(model_folder, num_hidden_layers=1)
+    source = open_source(model_folder)
+    with pytest.raises(SourceError, match=r"hold the block model.layers.1, and config.json asks for 1 blocks only"):
+        source.weight_map(source.skeleton())
+    tensors = load_file(model_folder / "model.safetensors")
+    some = {name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}  # no whole block
+    save_file(some, model_folder / "model.safetensors", metadata={"format": "pt"})
+    source = open_source(model_folder)
+    unused = source.weight_map(source.skeleton()).unused
+    assert unused
+    assert all("layers.1." in name for name in unused)

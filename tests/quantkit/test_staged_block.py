@@ -2,14 +2,16 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from quantkit.architectures import ARCHITECTURES, DecoderBlocks, find_decoder_blocks
-from quantkit.calibration.activations import enter_blocks, forget_weights, leave_blocks
+from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
 from quantkit.calibration.staged_block import BlockBatch, StagedBlock
+from quantkit.calibration.statistics import Wanted
 from quantkit.errors import CalibrationError, SourceError
 
 STAGES = {
@@ -23,6 +25,9 @@ STAGES = {
 }
 
 
+GRAM = Wanted(gram=True)
+
+
 def _load(folder: Path) -> tuple[nn.Module, DecoderBlocks]:
     from transformers import AutoModelForCausalLM
 
@@ -34,6 +39,12 @@ def _linears(block: nn.Module) -> dict[str, nn.Linear]:
     return {name: m for name, m in block.named_modules() if isinstance(m, nn.Linear)}
 
 
+def _batches(token_ids: Tensor, mask: Tensor | None = None) -> list[tuple[Tensor, Tensor]]:
+    """Two windows a batch."""
+    mask = torch.ones_like(token_ids, dtype=torch.bool) if mask is None else mask
+    return list(zip(token_ids.split(2), mask.split(2), strict=True))
+
+
 def _windows(count: int = 5, length: int = 40) -> Tensor:
     return torch.randint(3, 320, (count, length), generator=torch.Generator().manual_seed(0))
 
@@ -43,14 +54,13 @@ def test_stage_by_stage_equals_the_whole_model(family: str, tiny_models: Callabl
     model, decoder = _load(tiny_models(family))
     reference, _ = _load(tiny_models(family))
     token_ids = _windows()
-    mask = torch.ones_like(token_ids, dtype=torch.bool)
-    batches = enter_blocks(model, decoder, token_ids, mask, 2)
+    batches = enter_blocks(model, decoder, _batches(token_ids))
     for index, block in enumerate(decoder.blocks):
         linears = _linears(block)
         staged = StagedBlock(block, index, linears, batches)
         assert [tuple(n.rpartition(".")[2] for n in stage) for stage in staged.stages] == STAGES[family]
         for stage in staged.stages:
-            staged.collect(stage)
+            staged.collect(stage, GRAM)
             for name in stage:  # "solve" the layer: any change of the weight will do, as long as later stages see it
                 new = linears[name].weight * 0.9
                 linears[name].weight = nn.Parameter(new, requires_grad=False)
@@ -68,12 +78,12 @@ def test_statistics_are_those_of_the_inputs_after_the_layers_solved_before(tiny_
     token_ids = _windows()
     mask = torch.ones_like(token_ids, dtype=torch.bool)
     mask[-1, 25:] = False
-    batches = enter_blocks(model, decoder, token_ids, mask, 2)
+    batches = enter_blocks(model, decoder, _batches(token_ids, mask))
     block, linears = decoder.blocks[0], _linears(decoder.blocks[0])
     staged = StagedBlock(block, 0, linears, batches)
     collected = {}
     for stage in staged.stages:
-        collected[stage[0]] = staged.collect(stage)
+        collected[stage[0]] = staged.collect(stage, GRAM)
         for name in stage:
             linears[name].weight = nn.Parameter(linears[name].weight.round(decimals=1), requires_grad=False)
         staged.solved(stage)
@@ -96,9 +106,21 @@ def test_statistics_are_those_of_the_inputs_after_the_layers_solved_before(tiny_
         torch.testing.assert_close(statistics.hessian(), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_each_product_of_a_block_is_computed_once_a_window(tiny_models: Callable[[str], Path]) -> None:
+def _counting_attention(windows: list[int]) -> Callable[..., Tensor]:
+    attend = torch.nn.functional.scaled_dot_product_attention
+
+    def counted(query: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        windows.append(query.shape[0])
+        return attend(query, *args, **kwargs)
+
+    return counted
+
+
+def test_everything_in_a_block_is_computed_once_a_window(
+    tiny_models: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, decoder = _load(tiny_models("llama"))
-    batches = enter_blocks(model, decoder, _windows(), torch.ones(5, 40, dtype=torch.bool), 2)
+    batches = enter_blocks(model, decoder, _batches(_windows()))
     linears = _linears(decoder.blocks[0])
     rows = dict.fromkeys(linears, 0)
 
@@ -109,19 +131,66 @@ def test_each_product_of_a_block_is_computed_once_a_window(tiny_models: Callable
 
         return counted
 
+    attention: list[int] = []
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", _counting_attention(attention))
     staged = StagedBlock(decoder.blocks[0], 0, linears, batches)
+    attention.clear()
     for name, module in linears.items():
         module.forward = count(name, module.forward)  # type: ignore[method-assign]
     for stage in staged.stages:
-        staged.collect(stage)
+        staged.collect(stage, GRAM)
         staged.solved(stage)
     staged.finish()
     assert rows == dict.fromkeys(linears, 5 * 40)
+    assert sum(attention) == 5
 
 
-def test_forwards_are_restored_and_finished_blocks_forget_their_weights(tiny_models: Callable[[str], Path]) -> None:
+def test_solved_layers_see_their_inputs_as_an_engine_does(tiny_models: Callable[[str], Path]) -> None:
+    model, decoder = _load(tiny_models("llama"))
+    batches = enter_blocks(model, decoder, _batches(_windows()))
+    block, linears = decoder.blocks[0], _linears(decoder.blocks[0])
+    inputs = [batch.hidden for batch in batches]
+    staged = StagedBlock(block, 0, linears, batches)
+    for stage in staged.stages:
+        staged.solved(stage, lambda x: x.round(decimals=1))
+    staged.finish()
+    for module in linears.values():
+        module.register_forward_pre_hook(lambda _, args: (args[0].round(decimals=1),))
+    with torch.inference_mode():
+        expected = [block(hidden, **batch.kwargs[0]) for hidden, batch in zip(inputs, batches, strict=True)]
+    for batch, hidden in zip(batches, expected, strict=True):
+        assert torch.equal(batch.hidden, hidden)
+
+
+def test_every_eighth_window_that_counts_is_held_out(tiny_models: Callable[[str], Path]) -> None:
+    model, decoder = _load(tiny_models("llama"))
+
+    def held_out(count: int, mask: Tensor | None = None) -> list[bool]:
+        batches = enter_blocks(model, decoder, _batches(_windows(count, 4), mask))
+        return [bool(row.any()) for batch in batches for row in batch.held_out]  # type: ignore[union-attr]
+
+    assert held_out(17) == [i in (7, 15) for i in range(17)]
+    assert held_out(3) == [False, False, True]
+    assert held_out(1) == [False]
+    mask = torch.ones(9, 4, dtype=torch.bool)
+    mask[:5] = False
+    assert held_out(9, mask) == [False] * 8 + [True]
+
+
+def test_embeddings_that_are_forgotten_stay_tied(tiny_models: Callable[[str], Path]) -> None:
+    model, decoder = _load(tiny_models("gemma3"))
+    scale = model.get_input_embeddings().embed_scale  # type: ignore[operator]
+    forget_outside(model, decoder)
+    embedding = model.get_input_embeddings().weight  # type: ignore[operator]
+    assert embedding.is_meta
+    assert embedding is model.get_output_embeddings().weight  # type: ignore[operator]
+    assert not scale.is_meta
+    assert not any(p.is_meta for p in decoder.blocks[0].parameters())
+
+
+def test_hooks_are_removed_and_finished_blocks_forget_their_weights(tiny_models: Callable[[str], Path]) -> None:
     model, decoder = _load(tiny_models("qwen3"))
-    batches = enter_blocks(model, decoder, _windows(2), torch.ones(2, 40, dtype=torch.bool), 2)
+    batches = enter_blocks(model, decoder, _batches(_windows(2)))
     staged = StagedBlock(decoder.blocks[0], 0, _linears(decoder.blocks[0]), batches)
     for stage in staged.stages:
         staged.solved(stage)
@@ -138,7 +207,7 @@ def test_not_finite_activations_name_the_layer() -> None:
     batch = BlockBatch(torch.full((1, 4, 8), torch.nan), torch.ones(1, 4, dtype=torch.bool), [{}])
     staged = StagedBlock(block, 0, {"fc": block.fc}, [batch])  # type: ignore[dict-item]
     with pytest.raises(CalibrationError, match="block 0, fc: the inputs contain NaN"):
-        staged.collect(("fc",))
+        staged.collect(("fc",), GRAM)
 
 
 def test_an_unknown_family_is_found_by_walking_the_model() -> None:

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from quantkit.errors import CheckpointError
+from quantkit.formats import Format
 from quantkit.formats.safetensors_file import read_header
 from quantkit.scheme import QuantScheme
 from quantkit.source import open_source
@@ -119,12 +120,71 @@ def test_what_cannot_be_checked_is_said(copy):
     report = verify_checkpoint(copy)
     assert report.ok
     assert [note.split(":")[0] for note in report.notes] == [
-        "there is no quantkit.json",
         "no source was given",
         "12 of 14 layers, such as model.layers.0.mlp.gate_proj, are no multiples of 64 rows and 128 columns",
-        "no logits of the model in memory are known",
+        "vLLM can split it over 1 or 2 GPUs (of 1, 2, 4 or 8 that were looked at)",
     ]
+    assert list(report.skipped) == ["hashes", "logits"]
     assert verify_checkpoint(copy, load_model=False).notes[-1].startswith("the model was not loaded")
+
+
+SCHEMES = {
+    "W4A16_ASYM": QuantScheme(4, 32, symmetric=False),
+    "W8A16": QuantScheme(8, -1),
+    "W8A16_ASYM": QuantScheme(8, 64, symmetric=False),
+    "W4A16": QuantScheme(4, 64),
+}
+FORMS = {
+    "compressed-tensors": Format("compressed-tensors"),
+    "gptq": Format("gptq"),
+    "gptq_v2": Format("gptq", (("checkpoint_format", "gptq_v2"),)),
+    "awq": Format("awq"),
+}
+
+
+@pytest.mark.parametrize(
+    ("form", "scheme"),
+    [
+        ("compressed-tensors", "W4A16_ASYM"),
+        ("compressed-tensors", "W8A16"),
+        ("compressed-tensors", "W8A16_ASYM"),
+        ("gptq", "W4A16"),
+        ("gptq", "W8A16"),
+        ("gptq_v2", "W4A16_ASYM"),
+        ("awq", "W4A16"),
+        ("awq", "W4A16_ASYM"),
+    ],
+)
+def test_every_format_passes(make_tiny_model, write_rtn_checkpoint, tmp_path, form, scheme):
+    folder = make_tiny_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    out = write_rtn_checkpoint(folder, tmp_path / "out", scheme=SCHEMES[scheme], form=FORMS[form])
+    report = verify_checkpoint(out, open_source(folder))
+    assert report.failed() == [], report
+    assert [check.name for check in report.checks] == CHECKS
+    by_name = {check.name: check.detail for check in report.checks}
+    assert ("independent decoder" in by_name["reader"]) == (form != "compressed-tensors")
+    assert any("llama.cpp's converter does not take it" in note for note in report.notes) == (
+        form == "awq" or (form, scheme) == ("compressed-tensors", "W8A16")
+    )
+
+
+@pytest.mark.parametrize("form", ["gptq", "awq"])
+def test_a_flipped_nibble_of_gptq_and_awq_shows_in_the_logits(make_tiny_model, write_rtn_checkpoint, tmp_path, form):
+    folder = make_tiny_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    out = write_rtn_checkpoint(folder, tmp_path / "out", form=FORMS[form])
+    flip_bits(out, f"{LAYER}.qweight", 11, 0x70)
+    forge_hashes(out)
+    assert verify_checkpoint(out, open_source(folder)).failed() == ["logits"]
+
+
+def test_a_v2_file_that_says_it_is_v1_is_caught(make_tiny_model, write_rtn_checkpoint, tmp_path):
+    """The trap of files whose zero points are stored in the other way: every weight would be one step off."""
+    folder = make_tiny_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    out = write_rtn_checkpoint(folder, tmp_path / "out", form=FORMS["gptq_v2"])
+    change_quantization(("checkpoint_format",), "gptq")(out)
+    report = verify_checkpoint(out, open_source(folder))
+    assert report.failed() == ["codes"]
+    assert "a zero point is +1 off the middle (it may be stored as gptq_v2)" in str(report)
 
 
 # --- mutations ------------------------------------------------------------------------------------------------------
@@ -242,13 +302,14 @@ WEIGHTS = ("config_groups", "group_0", "weights")
         (zero_scale, "scales", f"{LAYER}.weight_scale has a scale that is zero or not finite"),
         (nan_scale, "scales", f"{LAYER}.weight_scale has a scale that is zero or not finite"),
         (nan_scale, "logits", "differ from the model in memory by nan"),
-        (wrong_shape, "codes", "in_features=127 is not a multiple of group_size=32"),
+        (wrong_shape, "codes", f"{LAYER} is stored as [64, 127], the model asks for [64, 128]"),
         (change_quantization(("ignore",), []), "layers", "lm_head is neither quantized nor ignored"),
         (change_quantization(("ignore",), ["lm_head", LAYER]), "layers", f"{LAYER} is stored as codes, but"),
         (change_quantization((*WEIGHTS, "num_bits"), 8), "codes", "weight_packed is torch.int32"),
         (change_quantization((*WEIGHTS, "group_size"), 64), "codes", "weight_scale is torch.float32"),
         (change_quantization((*WEIGHTS, "scheme_of_tomorrow"), 1), "quantization_config", "scheme_of_tomorrow=1"),
-        (change_quantization(("format",), "int-quantized"), "quantization_config", "format=int-quantized"),
+        (change_quantization(("format",), "int-quantized"), "quantization_config",
+         "group_0 holds W4A16 g32 symmetric as int-quantized"),
         (change_config(quantization_config=None), "quantization_config", "config.json has no quantization_config"),
     ],
 )  # fmt: skip

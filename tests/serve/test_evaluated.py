@@ -31,6 +31,13 @@ def test_it_is_a_model_of_the_protocol(model: EngineModel) -> None:
     assert {"model", "engine", "template_hash"} == described.keys()
 
 
+def test_a_model_from_a_quantized_file_says_so(model: EngineModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert model.describe()["model"]["dequantized_from"] is None
+    source = model.engine.source
+    monkeypatch.setattr(source, "file_bytes", 98)
+    assert model.describe()["model"]["dequantized_from"] == {"file": source.name, "file_bytes": 98}
+
+
 def test_a_chat_is_rendered_with_the_models_template(model: EngineModel) -> None:
     (generation,) = model.generate([GenerationRequest("a", CHAT, 6)])
     text = model.engine.tokenizer.apply_chat_template(list(CHAT), tokenize=False, add_generation_prompt=True)

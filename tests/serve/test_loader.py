@@ -12,14 +12,14 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError, EngineError
 from quantkit.formats import compressed_tensors
-from quantkit.primitives import QuantizedWeight, absmax_scale, quantize
+from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.scheme import QuantScheme
 from quantkit.serve import Engine, EngineConfig, SamplingParams
 from quantkit.serve.models.loader import resolve_dtype
 from quantkit.serve.models.packed_linear import DispatchedLinear, PackedLinear
 from quantkit.serve.models.probe import probe_model
 from quantkit_kernels.cpu_w4a16 import CpuW4A16
-from quantkit_kernels.dispatch import ReferenceW4A16
+from quantkit_kernels.dispatch import ReferenceWeight
 
 W4_G32 = QuantScheme(num_bits=4, group_size=32)
 SMALL = EngineConfig(max_model_len=64, max_num_seqs=4, kv_block_size=16)
@@ -27,7 +27,11 @@ Change = Callable[[dict[str, Tensor], dict[str, Any]], None]
 
 
 def quantize_folder(
-    source: Path, packed: Path, dense: Path, scheme: QuantScheme = W4_G32, dtype: torch.dtype = torch.float32
+    source: Path,
+    packed: Path,
+    dense: Path,
+    scheme: QuantScheme = W4_G32,
+    dtype: torch.dtype = torch.float32,
 ) -> None:
     """Write two checkpoints of the same weights: packed, and dequantized as every reader of the packed one must see."""
     tensors = {name: tensor.to(dtype) for name, tensor in load_file(source / "model.safetensors").items()}
@@ -39,7 +43,7 @@ def quantize_folder(
             stored[name] = read[name] = weight
             continue
         layer = name.removesuffix(".weight")
-        scale = absmax_scale(weight.float(), scheme, dtype)
+        scale = choose_qparams(weight.float(), scheme, dtype)[0]
         scale[::3] *= -1  # legal, and GPTQ's scale search makes them
         quantized = QuantizedWeight(quantize(weight, scale, scheme), scale, scheme)
         stored |= compressed_tensors.encode(layer, quantized)
@@ -139,7 +143,7 @@ def test_layers_that_the_fast_kernel_does_not_take_say_so(tiny_llama_folder: Pat
     quantize_folder(tiny_llama_folder, tmp_path / "packed", tmp_path / "dense", scheme)
     packed, dense = (Engine(tmp_path / name, SMALL) for name in ("packed", "dense"))
     layers = [module for module in packed._loaded.model.modules() if isinstance(module, PackedLinear)]
-    assert all(isinstance(layer._weight, ReferenceW4A16) for layer in layers)
+    assert all(isinstance(layer._weight, ReferenceWeight) for layer in layers)
     wanted = "w4a16_gemm: reference in 14 layers (group_size=-1 is not one of 32, 64, 128, 256)"
     assert wanted in packed.describe()["engine"]["kernels"]
     torch.testing.assert_close(packed.score(range(5, 40)), dense.score(range(5, 40)), rtol=1e-4, atol=1e-3)
@@ -172,15 +176,15 @@ def set_tensor(suffix: str, function: Callable[[Tensor], Tensor | None]) -> Chan
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (set_quantization(quant_method="gptq"), r"the engine cannot run spoiled: quant_method is gptq"),
+        (set_quantization(quant_method="hqq"), r"the engine cannot run spoiled: quant_method is hqq"),
         (set_quantization(quant_method="bitsandbytes"), r"cannot run spoiled: quant_method is bitsandbytes"),
         (set_quantization(format="float-quantized"), r"cannot run spoiled: .*format=float-quantized is not supported"),
-        (set_weights(num_bits=8), r"cannot run spoiled: W8A16 g32 symmetric has 8 bits, not 4"),
-        (set_weights(symmetric=False), r"weights.symmetric=False is not supported yet"),
+        (set_weights(num_bits=3), r"cannot run spoiled: W3A16 g32 symmetric has 3 bits, not 4 or 8"),
+        (set_weights(symmetric=False), r"has no weight_zero_point for W4A16 g32 asymmetric"),
         (set_weights(group_size=48), r"model.layers.\d.\S+: in_features=\d+ is not a multiple of group_size=48"),
-        (set_weights(group_size=64), r"weight_scale is torch.float32 \[\d+, \d\], a layer of .* g64 symmetric has"),
+        (set_weights(group_size=64), r"weight_scale is torch.float32 \[\d+, \d\], needed is .* g64 symmetric of"),
         (set_quantization(ignore=["lm_head", r"re:.*up_proj"]), r"up_proj has codes, and the quantization_config does"),
-        (set_tensor("weight_scale", lambda tensor: None), r"model.layers.1.mlp.up_proj.weight_scale is missing"),
+        (set_tensor("weight_scale", lambda tensor: None), r"model.layers.1.mlp.up_proj has no weight_scale"),
         (
             set_tensor("weight_packed", lambda tensor: tensor[:-8]),
             r"up_proj.weight_packed is torch.int32 \[120, 8\]",
@@ -200,7 +204,9 @@ def test_nan_weights_fail_the_request_and_not_the_engine(tiny_llama_folder: Path
         tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
 
     engine = Engine(spoiled(tiny_llama_folder, tmp_path, change), SMALL)
-    with pytest.raises(EngineError, match="the model's logits are not finite"):
+    with pytest.raises(
+        EngineError, match=r"not finite .*: model.layers.0.mlp.up_proj.weight holds 1 such values. Down"
+    ):
         engine.generate([[5, 6, 7]], SamplingParams(temperature=0))
 
 

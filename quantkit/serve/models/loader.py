@@ -1,5 +1,6 @@
 """From a source to a model that the engine can run: transformers' own class, our attention, packed layers packed."""
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,16 +9,17 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from quantkit.errors import CheckpointError, EngineError
-from quantkit.formats.compressed_tensors import PackedConfig, layer_specs, read_quantization_config
-from quantkit.formats.safetensors_file import TensorSpec
+from quantkit.formats import StoredConfig, read_quantization_config
+from quantkit.scheme import QuantScheme
 from quantkit.serve.attention import ATTENTION_NAME, register_attention
 from quantkit.serve.kv_cache import KVShape
 from quantkit.serve.models.packed_linear import DispatchedLinear, PackedLinear
 from quantkit.serve.models.probe import probe_model
+from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.source import ModelSource
 from quantkit_kernels.dispatch import choose_linear, choose_store_kv_cache
 
-PACKED_BITS = 4  # of w4a16_gemm
+PACKED_BITS = (4, 8)  # of w4a16_gemm, and of w8a16_gemm and w8a8_gemm
 MOVING_ROPE_TYPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence in the batch
 CPU = torch.device("cpu")
 
@@ -71,8 +73,8 @@ def load_model(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
     source.materialize(model, dtype=dtype)
     scheme = str(dtype).removeprefix("torch.")
     if packed_config is not None:
-        _pack_layers(model, source, packed_config, dtype)
-        scheme = ", ".join(sorted({str(scheme) for _, scheme in packed_config.groups}))
+        used = _pack_layers(model, source, packed_config, dtype)
+        scheme = ", ".join(sorted({str(scheme) for scheme in used}))
     choice = choose_linear(CPU, dtype)
     if choice.function is not nn.functional.linear:
         for module in model.modules():
@@ -80,9 +82,9 @@ def load_model(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
                 module.__class__ = DispatchedLinear
     kernels = [str(choose_store_kv_cache(CPU)), str(choice)]
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    for body, reason in sorted({(module.body, module.reason) for module in packed}):
-        count = sum((module.body, module.reason) == (body, reason) for module in packed)
-        kernels.append(f"w4a16_gemm: {body} in {count} layers ({reason})")
+    chosen = Counter((module.operation, module.body, module.reason) for module in packed)
+    for (operation, body, reason), count in sorted(chosen.items()):
+        kernels.append(f"{operation}: {body} in {count} layers ({reason})")
     dense = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     return LoadedModel(
         model=model,
@@ -95,7 +97,7 @@ def load_model(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
     )
 
 
-def _packed_config(source: ModelSource) -> PackedConfig | None:
+def _packed_config(source: ModelSource) -> StoredConfig | None:
     """The quantization of a packed checkpoint; None for an ordinary one."""
     if source.quantization is None:
         return None
@@ -104,16 +106,20 @@ def _packed_config(source: ModelSource) -> PackedConfig | None:
     except CheckpointError as error:
         raise CheckpointError(
             f"the engine cannot run {source.name}: {error.message}",
-            fix="it runs ordinary checkpoints and compressed-tensors with 4-bit symmetric integer weights",
+            fix="it runs ordinary checkpoints, and compressed-tensors, gptq and awq with 4 or 8 bits",
         ) from error
-    for _, scheme in config.groups:
-        if scheme.num_bits != PACKED_BITS:
-            raise CheckpointError(f"the engine cannot run {source.name}: {scheme} has {scheme.num_bits} bits, not 4")
+    for scheme in config.schemes:
+        if scheme.num_bits not in PACKED_BITS:
+            bits = " or ".join(map(str, PACKED_BITS))
+            raise CheckpointError(
+                f"the engine cannot run {source.name}: {scheme} has {scheme.num_bits} bits, not {bits}"
+            )
     return config
 
 
-def _pack_layers(model: nn.Module, source: ModelSource, config: PackedConfig, dtype: torch.dtype) -> None:
-    """Put a `PackedLinear` in the place of every layer whose codes are stored."""
+def _pack_layers(model: nn.Module, source: ModelSource, config: StoredConfig, dtype: torch.dtype) -> set[QuantScheme]:
+    """Put a `PackedLinear` in the place of every layer whose codes are stored; returns the schemes that occur."""
+    used = set()
     for parameter, stored_name in source.weight_map(model).packed.items():
         name = parameter.removesuffix(".weight")
         module = model.get_submodule(name)
@@ -122,25 +128,19 @@ def _pack_layers(model: nn.Module, source: ModelSource, config: PackedConfig, dt
         scheme = config.scheme_of(stored_name)
         if scheme is None:
             raise CheckpointError(f"{stored_name} has codes, and the quantization_config does not say how to read them")
-        shape = (module.out_features, module.in_features)
-        tensors = {suffix: f"{stored_name}.{suffix}" for suffix in ("weight_packed", "weight_scale")}
-        for tensor in tensors.values():
-            if tensor not in source.tensors:
-                raise CheckpointError(f"{tensor} is missing")
-        packed, scale = (source.read(tensor) for tensor in tensors.values())
-        try:
-            expected = layer_specs(stored_name, shape, scheme, scale.dtype)
-        except ValueError as error:
-            raise CheckpointError(f"{stored_name}: {error}") from error
-        for tensor, value in zip(tensors.values(), (packed, scale), strict=True):
-            if TensorSpec(value.dtype, tuple(value.shape)) != expected[tensor]:
-                raise CheckpointError(
-                    f"{tensor} is {value.dtype} {list(value.shape)}, a layer of {list(shape)} in {scheme} "
-                    f"has {expected[tensor].dtype} {list(expected[tensor].shape)}"
-                )
+        names = [f"{stored_name}.{suffix}" for suffix in PACKED_SUFFIXES]
+        tensors = {tensor: source.read(tensor) for tensor in names if tensor in source.tensors}
+        weight = config.format.decode(tensors, stored_name, scheme, (module.out_features, module.in_features))
+        input_scale = tensors.get(f"{stored_name}.input_scale")
+        if scheme.input is None or scheme.input.dynamic:
+            input_scale = None
+        elif input_scale is None:
+            raise CheckpointError(f"{stored_name} has no input_scale")
         parent, _, leaf = name.rpartition(".")
         bias = None if module.bias is None else module.bias.data
-        setattr(model.get_submodule(parent), leaf, PackedLinear(packed, scale, scheme.group_size, bias, dtype))
+        setattr(model.get_submodule(parent), leaf, PackedLinear(weight, bias, dtype, input_scale))
+        used.add(scheme)
+    return used
 
 
 def _max_model_len(config: PretrainedConfig) -> int:

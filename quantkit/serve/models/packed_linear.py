@@ -1,36 +1,34 @@
 """Linear layers that multiply through quantkit_kernels."""
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor, dtype, nn
 
-from quantkit_kernels import linear, prepack_w4a16
+from quantkit.primitives import QuantizedWeight
+from quantkit_kernels import PreparedWeight, linear, pack_int4, prepack_w4a16, prepack_w8a8, prepack_w8a16
 
 
 class PackedLinear(nn.Module):
-    """A linear layer that keeps its weight in 4 bits.
+    """A linear layer that keeps its weight in 4 or 8 bits.
 
     Args:
-        weight_packed: [N, K / 8] int32, as compressed-tensors stores it; not kept if a faster form exists.
-        weight_scale: [N, G].
-        group_size: K / G, or -1 for one scale per row.
+        weight: codes, scales, zero points; only the form that the kernel wants is kept.
         bias: [N] or None.
         dtype: of the activations.
+        input_scale: [1], of a scheme with static inputs.
 
     Attributes:
         in_features: K.
         out_features: N.
-        body: the kernel that multiplies.
-        reason: why it is this one.
+        operation: of quantkit_kernels.
+        reason: why its body is this one.
     """
 
     def __init__(
-        self, weight_packed: Tensor, weight_scale: Tensor, group_size: int, bias: Tensor | None, dtype: torch.dtype
+        self, weight: QuantizedWeight, bias: Tensor | None, dtype: dtype, input_scale: Tensor | None = None
     ) -> None:
         super().__init__()
-        self.out_features = weight_packed.shape[0]
-        self.in_features = weight_packed.shape[1] * 8
+        self.out_features, self.in_features = weight.codes.shape
         self.bias = bias
-        self._weight, self.reason = prepack_w4a16(weight_packed, weight_scale, group_size, dtype)
+        self.operation, (self._weight, self.reason) = _prepack(weight, dtype, input_scale)
 
     @property
     def body(self) -> str:
@@ -46,6 +44,18 @@ class PackedLinear(nn.Module):
         """[..., N] from [..., K]."""
         product = self._weight(x)
         return product if self.bias is None else product + self.bias
+
+
+def _prepack(
+    weight: QuantizedWeight, activations: dtype, input_scale: Tensor | None
+) -> tuple[str, tuple[PreparedWeight, str]]:
+    """The operation that a scheme needs, its weight, and why the weight has this form."""
+    scheme, codes, scale, zero_point = weight.scheme, weight.codes, weight.scale, weight.zero_point
+    if scheme.input is not None:
+        return "w8a8_gemm", prepack_w8a8(codes, scale, activations, input_scale)
+    if scheme.num_bits == 8:
+        return "w8a16_gemm", prepack_w8a16(codes, scale, scheme.group_size, activations, zero_point)
+    return "w4a16_gemm", prepack_w4a16(pack_int4(codes), scale, scheme.group_size, activations, zero_point)
 
 
 class DispatchedLinear(nn.Linear):

@@ -1,0 +1,100 @@
+"""The core of GPTQ: round column by column and let the columns that are still open make up for each error."""
+
+import torch
+from torch import Tensor
+
+from quantkit.errors import QuantizationError
+from quantkit.scheme import QuantScheme
+
+MAX_DAMP_FRACTION = 1.0
+_STRIP = 16  # columns that are updated one by one; the rest of a block is updated once a strip
+
+
+def factor_inverse(hessian: Tensor, damp_fraction: float) -> tuple[Tensor, float]:
+    """Upper Cholesky factor U of the damped inverse, inverse(H + damp * mean(diag H) * I) = U^T U.
+
+    Args:
+        hessian: [K, K] float64, symmetric, positive semi-definite up to rounding.
+        damp_fraction: first damping; multiplied by ten while the factorization fails, up to 1.
+
+    Returns:
+        U [K, K] float32, and the damping fraction that was used.
+
+    Raises:
+        QuantizationError: not even damping 1 makes the matrix positive definite (it holds NaN or is no second moment).
+    """
+    mean = float(hessian.diagonal().mean())
+    tried = damp_fraction
+    while tried <= MAX_DAMP_FRACTION:
+        damped = hessian.flip(0, 1)
+        damped.diagonal().add_(tried * mean)
+        # Reversed, the lower factor L of the matrix gives the upper factor of the inverse without forming the inverse:
+        # J H J = L L^T  =>  inverse(H) = (J inverse(L) J)^T (J inverse(L) J), and J inverse(L) J is upper triangular.
+        lower, failed = torch.linalg.cholesky_ex(damped)
+        if not failed and torch.isfinite(lower).all():
+            inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower), dtype=lower.dtype), upper=False)
+            return inverse.flip(0, 1).float().contiguous(), tried
+        tried = min(tried * 10, MAX_DAMP_FRACTION) if tried < MAX_DAMP_FRACTION else torch.inf
+    raise QuantizationError(
+        f"the Hessian cannot be factored, even with damp_fraction {MAX_DAMP_FRACTION:g}",
+        fix="Calibrate with more varied text",
+    )
+
+
+def solve_columns(
+    weight: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    factor: Tensor,
+    order: Tensor,
+    scheme: QuantScheme,
+    block_size: int = 128,
+) -> Tensor:
+    """Algorithm 1 of the paper on columns in a given order, with scales that are fixed beforehand.
+
+    Args:
+        weight: [N, K] float32.
+        scale: [N, G] in storage dtype.
+        zero_point: [N, G] int8, or None.
+        factor: [K, K] float32 upper factor of the inverse Hessian, rows and columns in solving order.
+        order: [K] the column that is solved first, second, ...
+        scheme: range of the codes.
+        block_size: columns between two updates of the rest.
+
+    Returns:
+        [N, K] int8 codes, columns in their own places.
+
+    Source: arXiv:2210.17323, Algorithm 1.
+    """
+    w = weight.T[order].contiguous()  # [K, N]: a column of the paper is a row here, contiguous in memory
+    columns = w.shape[0]
+    group = (order // (columns // scale.shape[1])).tolist()
+    scales = scale.float().T.contiguous()
+    low, high = float(scheme.code_min), float(scheme.code_max)
+    offsets = None if zero_point is None else zero_point.float().T.contiguous()
+    codes = torch.empty_like(w)
+    for start in range(0, columns, block_size):
+        stop = min(start + block_size, columns)
+        errors = torch.empty(stop - start, w.shape[1])
+        pivots = factor[start:stop, start:stop].diagonal().tolist()
+        for first in range(start, stop, _STRIP):
+            last = min(first + _STRIP, stop)
+            for i in range(first, last):
+                column, step = w[i], scales[group[i]]
+                q = torch.div(column, step, out=codes[i]).round_()
+                if offsets is None:
+                    q.clamp_(low, high)
+                else:
+                    offset = offsets[group[i]]
+                    q.add_(offset).clamp_(low, high).sub_(offset)
+                error = torch.addcmul(column, q, step, value=-1.0, out=errors[i - start]).div_(pivots[i - start])
+                if i + 1 < last:
+                    w[i + 1 : last].addr_(factor[i, i + 1 : last], error, alpha=-1.0)
+            strip = errors[first - start : last - start]
+            w[last:stop].addmm_(factor[first:last, last:stop].T, strip, alpha=-1.0)
+        w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)  # lazy update of the columns still open
+    if offsets is not None:
+        codes += offsets[torch.tensor(group)]
+    result = torch.empty(weight.shape, dtype=torch.int8)
+    result[:, order] = codes.T.to(torch.int8)
+    return result

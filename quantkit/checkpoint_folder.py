@@ -1,0 +1,139 @@
+"""The folders of a run's checkpoints: one run at a time, filled beside, named at the end or not at all."""
+
+import fcntl
+import logging
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from quantkit.errors import CheckpointError
+
+WORKING_SUFFIX = ".partial"
+REPLACED_SUFFIX = ".replaced"
+JOURNAL_NAME = "journal.json"
+LOCK_NAME = ".lock"
+
+logger = logging.getLogger(__name__)
+
+
+def working_folder(output: Path) -> Path:
+    """Where a checkpoint grows until all is there."""
+    return _beside(output, WORKING_SUFFIX)
+
+
+def replaced_folder(output: Path) -> Path:
+    """Where an older checkpoint waits until the new one has its name."""
+    return _beside(output, REPLACED_SUFFIX)
+
+
+def _beside(output: Path, suffix: str) -> Path:
+    path = Path(os.path.abspath(output))  # `.` and `..` have no name of their own
+    return path.parent / (path.name + suffix)
+
+
+def put_back_replaced(output: Path) -> None:
+    """Undo what a run that was killed while it replaced an output has left.
+
+    Raises:
+        CheckpointError: both are there, the output and what it replaced; only the user can say which may go.
+    """
+    old = replaced_folder(output)
+    if not os.path.lexists(old):
+        return
+    if os.path.lexists(output):
+        raise CheckpointError(
+            f"{old} is in the way; an earlier run was killed while it replaced {output}",
+            fix=f"Delete {old} if {output} is what you want to keep",
+        )
+    os.replace(old, output)
+    logger.warning("%s was put back; an earlier run was killed while it replaced it", output)
+
+
+@contextmanager
+def working_folders(outputs: Sequence[Path], *, keep: bool) -> Iterator[list[Path]]:
+    """The folders in which a run writes, locked. They are removed when it fails, or kept if the first holds a journal.
+
+    Raises:
+        CheckpointError: one cannot be made, is not ours, or another run is writing in it.
+    """
+    folders = [working_folder(output) for output in outputs]
+    held: list[Path] = []
+    with ExitStack() as locks:
+        try:
+            for output, folder in zip(outputs, folders, strict=True):
+                locks.enter_context(_locked(folder, output))
+                held.append(folder)
+            if not (keep and (folders[0] / JOURNAL_NAME).exists()):
+                for folder in folders:
+                    _clear(folder)  # what a killed run left behind
+            yield folders
+        except BaseException:
+            if held and not (keep and (folders[0] / JOURNAL_NAME).exists()):
+                for folder in held:
+                    shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+
+@contextmanager
+def _locked(folder: Path, output: Path) -> Iterator[None]:
+    """Make the folder and hold it for this run; the system lets go of it when the process ends, however it ends."""
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK_NAME).exists():
+        raise CheckpointError(f"{folder} is in the way and is no working folder of quantkit", fix="Move it away")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise CheckpointError(f"cannot make the folder {folder}: {error.strerror}") from error
+    try:
+        if not _take(lock, folder / LOCK_NAME):
+            raise CheckpointError(f"another run is writing {output}", fix="Wait for it, or choose another path")
+        yield
+    finally:
+        os.close(lock)
+
+
+def _take(lock: int, path: Path) -> bool:
+    """Whether this run holds the lock now."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        logger.warning("%s cannot be locked (%s); see to it that no other run writes there", path, error.strerror)
+    # the other run may have finished meanwhile and taken its folder, and this lock with it, to the output
+    return path.exists() and os.path.samestat(os.fstat(lock), path.stat())
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        elif path.name != LOCK_NAME:
+            path.unlink()
+
+
+def take_places(outputs: Sequence[Path]) -> None:
+    """Give the finished folders their names, all of them or none; what they replace disappears only after that.
+
+    Raises:
+        CheckpointError: a folder cannot be renamed; the outputs are what they were.
+    """
+    done: list[Path] = []
+    try:
+        for output in outputs:
+            if output.exists():
+                os.replace(output, replaced_folder(output))
+            done.append(output)
+            os.replace(working_folder(output), output)
+    except OSError as error:
+        for output in reversed(done):
+            if output.exists():
+                os.replace(output, working_folder(output))
+            if replaced_folder(output).exists():
+                os.replace(replaced_folder(output), output)
+        raise CheckpointError(f"cannot rename {error.filename} to {error.filename2}: {error.strerror}") from error
+    for output in outputs:
+        (output / LOCK_NAME).unlink(missing_ok=True)
+        shutil.rmtree(replaced_folder(output), ignore_errors=True)

@@ -1,0 +1,105 @@
+"""What a run may write: never over what it reads, nothing of an earlier run unasked, and only where it can."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from quantkit.checkpoint_folder import put_back_replaced, replaced_folder, working_folder
+from quantkit.errors import CheckpointError
+from quantkit.recipe import DatasetSource, Recipe, SelfGeneratedSource
+from quantkit.recipe.gates import FileSuite
+from quantkit.source import ModelSource
+from quantkit_eval.records import check_writable
+
+BUILTIN = "builtin"
+DEFAULT_FOLDER = Path("out")
+ELSEWHERE = "Choose another path"
+
+
+def records_folder(recipe: Recipe) -> Path:
+    """Where ``quantkit run`` keeps records: ``records`` beside the first report, else beside the checkpoint, or out."""
+    for path in recipe.report.paths.values():
+        return path.parent / "records"
+    return (recipe.outputs[0].path.parent if recipe.outputs else DEFAULT_FOLDER) / "records"
+
+
+def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> None:
+    """Refuse outputs that would destroy something or cannot be made, before any work.
+
+    Args:
+        recipe: with outputs.
+        source: its model.
+        overwrite: the user allows to replace what lies in them.
+
+    Raises:
+        CheckpointError: an output is a file, is not empty, is in the way of another output, or it is, holds or lies in
+            something that the recipe reads or writes elsewhere.
+        RecordError: the folder cannot be made.
+    """
+    taken: dict[Path, Path] = {}
+    for path in (output.path for output in recipe.outputs):
+        _check_reads(path, recipe, source)
+        for place in (path, working_folder(path), replaced_folder(path)):
+            other = taken.setdefault(place.resolve(), path)
+            if other is not path:
+                raise CheckpointError(f"the outputs {other} and {path} both need the folder {place}", fix=ELSEWHERE)
+        put_back_replaced(path)
+        if path.exists() and not path.is_dir():
+            raise CheckpointError(f"the output {path} is a file", fix=ELSEWHERE)
+        if path.is_dir() and any(path.iterdir()) and not overwrite:
+            raise CheckpointError(f"the output folder {path} is not empty", fix="Give --overwrite to replace it")
+        check_writable(working_folder(path) / "config.json")
+
+
+def check_reports(recipe: Recipe, source: ModelSource) -> None:
+    """Refuse reports and records that cannot be written, or that would take the place of what the recipe reads.
+
+    Raises:
+        CheckpointError, RecordError: naming the file.
+    """
+    for path in (*recipe.report.paths.values(), records_folder(recipe) / "verdict.json"):
+        for name, read in _reads(recipe, source):
+            if path.resolve() == read.resolve():
+                raise CheckpointError(f"{path} is {name} and would be overwritten", fix=ELSEWHERE)
+        check_writable(path)
+
+
+def _check_reads(output: Path, recipe: Recipe, source: ModelSource) -> None:
+    """The folders that a run replaces or removes hold nothing that it needs."""
+    if source.folder.resolve() in output.resolve().parents:
+        raise CheckpointError(f"the output {output} is inside the model's own folder", fix=ELSEWHERE)
+    if records_folder(recipe).resolve() in output.resolve().parents:
+        raise CheckpointError(f"the output {output} is inside the folder of the records", fix=ELSEWHERE)
+    for place in (output, working_folder(output), replaced_folder(output)):
+        use = "" if place is output else f" needs {place}, which"
+        for name, path in (*_reads(recipe, source), *_writes(recipe)):
+            if place.resolve() == path.resolve():
+                raise CheckpointError(f"the output {output}{use} is {name}", fix=ELSEWHERE)
+            if place.resolve() in path.resolve().parents:
+                raise CheckpointError(f"the output {output}{use} holds {name} ({path})", fix=ELSEWHERE)
+
+
+def _reads(recipe: Recipe, source: ModelSource) -> Iterator[tuple[str, Path]]:
+    """What must survive the run, with its name."""
+    yield "the current folder", Path.cwd()
+    yield "the model's own folder", source.folder
+    if recipe.model is not None and Path(recipe.model).expanduser().exists():
+        yield "the model", Path(recipe.model).expanduser()
+    if recipe.path is not None:
+        yield "the recipe", recipe.path
+    for entry in (recipe.calibration.sources if recipe.calibration else None) or ():
+        if isinstance(entry, DatasetSource):
+            text = entry.name
+        else:
+            text = entry.seed_prompts if isinstance(entry, SelfGeneratedSource) else entry.path
+        if text != BUILTIN and Path(text).exists():
+            yield "a source of the calibration", Path(text)
+    for suite in recipe.gates.suites:
+        if isinstance(suite, FileSuite):
+            yield f"the file of the suite {suite.name}", Path(suite.path)
+
+
+def _writes(recipe: Recipe) -> Iterator[tuple[str, Path]]:
+    """What the run puts elsewhere."""
+    for kind, path in recipe.report.paths.items():
+        yield f"the {kind} report", path
+    yield "the folder of the records", records_folder(recipe)
