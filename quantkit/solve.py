@@ -77,7 +77,7 @@ def solve_block(
                 solution = algorithm.solve(stacked, statistics, scheme, algorithm.options, dtype)
             except QuantizationError as error:
                 raise QuantizationError(f"{plans[members[0]].name}: {error.message}", fix=error.fix) from error
-            total = statistics.total() if statistics is not None and wanted.gram else None
+            total = statistics.hessian().float() if statistics is not None and wanted.gram else None
             seconds = (time.perf_counter() - started) / len(members)
             rows = [linears[name].weight.shape[0] for name in members]
             for name, weight in zip(members, solution.weight.split(rows), strict=True):

@@ -27,15 +27,15 @@ class Options:
     Attributes:
         damp_fraction: added to the Hessian's diagonal, as a fraction of its mean; in (0, 1]. Of several the one with
             the least held-out error is taken. Raised tenfold, and recorded, while the Hessian cannot be factored.
-        scale_search: what weights the rounding error of a column when scales are searched: ``pivot`` (what error
-            feedback leaves of it: its mean square given the columns that are solved later), ``diagonal`` (its mean
-            square), or ``auto`` (by held-out error).
-        scale_refit: fit the scales again to the finished codes, and keep them if the held-out error falls.
+        scale_search: what weights the rounding error of a column when scales are searched: ``diagonal`` (its mean
+            square), ``pivot`` (what error feedback leaves of it: its mean square given the columns that are solved
+            later), or ``auto`` (by held-out error).
+        scale_refit: fit the scales again to the finished codes if that lowers the held-out error.
         block_size: columns whose errors are passed on to the rest in one matrix product.
     """
 
     damp_fraction: tuple[float, ...] = (0.01,)
-    scale_search: str = "pivot"
+    scale_search: str = "diagonal"
     scale_refit: bool = True
     block_size: int = 128
 
@@ -50,34 +50,60 @@ class Options:
 
 
 def wanted(options: Options) -> Wanted:
-    """Second moments, of the windows to solve with and of those that judge."""
-    return Wanted(gram=True, held_out=True)
+    """Second moments; of windows that judge apart from the rest, if there is something to choose."""
+    return Wanted(gram=True, held_out=_has_choices(options))
+
+
+def _has_choices(options: Options) -> bool:
+    return options.scale_refit or options.scale_search == "auto" or len(options.damp_fraction) > 1
 
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """One stack of layers: weights, Hessian (dead columns made harmless), solving order, and what judges."""
+    """One stack of layers: weights, Hessian (dead columns made harmless), and the order of its columns."""
 
     weight: Tensor
     hessian: Tensor
     order: Tensor
-    judge: Tensor
     scheme: QuantScheme
     block_size: int
+
+    @classmethod
+    def pose(cls, weight: Tensor, hessian: Tensor, scheme: QuantScheme, block_size: int) -> "_Problem":
+        """The problem of minimising the output error under one second moment, [K, K] float64."""
+        diagonal = hessian.diagonal().clone()
+        dead = diagonal <= 0
+        if dead.any():  # before the scales are searched: a column that is never active must not widen its group's scale
+            weight = weight.masked_fill(dead, 0.0)
+            hessian[dead, dead] = diagonal[~dead].mean() if (~dead).any() else 1.0
+        order = torch.argsort(diagonal, descending=True, stable=True)
+        return cls(weight, hessian, order, scheme, block_size)
 
     def rows(self, count: int) -> "_Problem":
         """The same problem for ``count`` evenly taken rows."""
         step = -(-self.weight.shape[0] // count)
-        return _Problem(self.weight[::step], self.hessian, self.order, self.judge, self.scheme, self.block_size)
+        return _Problem(self.weight[::step], self.hessian, self.order, self.scheme, self.block_size)
+
+    def factor(self, damp_fraction: float) -> tuple[Tensor, float]:
+        """The factor of the inverse Hessian in solving order, and the damping that it took."""
+        return factor_inverse(self.hessian[self.order][:, self.order], damp_fraction)
+
+    def search(self, grid: str, diagonal: Tensor, factor: Tensor, scale_dtype: torch.dtype) -> Qparams:
+        """Scales and zero points by one of the grids of :class:`Options`."""
+        measure = diagonal.float()
+        if grid == "pivot":
+            measure = torch.empty_like(measure)
+            measure[self.order] = factor.diagonal().pow(-2)  # an error e in column i costs e^2 / U_ii^2 in the end
+        return search_qparams(self.weight, measure, self.scheme, scale_dtype)
 
     def solve(self, qparams: Qparams, factor: Tensor) -> QuantizedWeight:
         """Codes by error feedback."""
         codes = solve_columns(self.weight, *qparams, factor, self.order, self.scheme, self.block_size)
         return QuantizedWeight(codes, qparams[0], self.scheme, qparams[1])
 
-    def error(self, quantized: QuantizedWeight) -> float:
-        """Relative output error on the tokens that judge."""
-        return output_error(self.weight, quantized.dequantize(), self.judge)
+    def refit(self, solved: QuantizedWeight) -> QuantizedWeight:
+        """The same codes with scales fitted to them."""
+        return refit_scales(self.weight, solved, self.hessian.float())
 
 
 def output_error(weight: Tensor, quantized: Tensor, hessian: Tensor) -> float:
@@ -97,7 +123,8 @@ def gptq(
     """Quantize so that the layer's output on the calibration tokens changes least.
 
     Scales are searched on the original weights and stay fixed; columns are visited by descending activation ("static"
-    act-order), so groups keep their place and the file needs no g_idx.
+    act-order), so groups keep their place and the file needs no g_idx. What there is to choose is chosen on a share of
+    the rows, solved on most windows and judged on the others; then all rows are solved on all windows.
 
     Args:
         weight: [N, K] float32; not modified.
@@ -118,67 +145,71 @@ def gptq(
     """
     if statistics is None or statistics.num_tokens == 0:
         raise QuantizationError("GPTQ needs calibration tokens and saw none", fix="Add calibration sources")
+    stages: dict[str, Any] = {}
+    chosen = _Chosen(options.scale_search, options.damp_fraction[0], scale_refit=False)
+    if _has_choices(options):
+        chosen = _choose(weight, statistics, scheme, options, scale_dtype, stages)
     hessian = statistics.hessian()
     diagonal = hessian.diagonal().clone()
-    dead = diagonal <= 0
-    if dead.any():  # before the scales are searched: a column that is never active must not widen its group's scale
-        weight = weight.masked_fill(dead, 0.0)
-        hessian[dead, dead] = diagonal[~dead].mean() if (~dead).any() else 1.0
-    order = torch.argsort(diagonal, descending=True, stable=True)
-    judge, judged_by = statistics.judge()
-    problem = _Problem(weight, hessian, order, judge, scheme, options.block_size)
-    stages: dict[str, Any] = {"judged_by": judged_by}
-    qparams, factor, damp_fraction = _choose(problem, diagonal.float(), options, scale_dtype, stages)
-    solved = problem.solve(qparams, factor)
-    solved = _refit_if_better(problem, solved, stages) if options.scale_refit else solved
-    escalated = damp_fraction not in options.damp_fraction
-    asked = ", ".join(f"{fraction:g}" for fraction in options.damp_fraction)
-    fallbacks = (f"damp_fraction raised from {asked} to {damp_fraction:g}",) if escalated else ()
-    return Solution(solved, damp_fraction, int(dead.sum()), fallbacks, stages)
+    problem = _Problem.pose(weight, hessian, scheme, options.block_size)
+    factor, damp_fraction = problem.factor(chosen.damp_fraction)
+    solved = problem.solve(problem.search(chosen.grid, diagonal, factor, scale_dtype), factor)
+    if chosen.scale_refit:
+        solved = problem.refit(solved)
+    fallbacks = ()
+    if damp_fraction not in options.damp_fraction:
+        asked = ", ".join(f"{fraction:g}" for fraction in options.damp_fraction)
+        fallbacks = (f"damp_fraction raised from {asked} to {damp_fraction:g}",)
+    return Solution(solved, damp_fraction, int((diagonal <= 0).sum()), fallbacks, stages)
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """What the held-out windows decided."""
+
+    grid: str
+    damp_fraction: float
+    scale_refit: bool
 
 
 def _choose(
-    problem: _Problem, diagonal: Tensor, options: Options, scale_dtype: torch.dtype, stages: dict[str, Any]
-) -> tuple[Qparams, Tensor, float]:
-    """Grid and damping with the least held-out error on a share of the rows.
+    weight: Tensor,
+    statistics: InputStatistics,
+    scheme: QuantScheme,
+    options: Options,
+    scale_dtype: torch.dtype,
+    stages: dict[str, Any],
+) -> _Chosen:
+    """Grid, damping and refit with the least held-out error on a share of the rows; what was tried goes to stages."""
+    fit = statistics.fit_hessian()
+    diagonal = fit.diagonal().clone()
+    trial = _Problem.pose(weight, fit, scheme, options.block_size).rows(_TRIAL_ROWS)
+    judge, stages["judged_by"] = statistics.judge()
 
-    Returns:
-        Scales and zero points of all rows, the factor of the inverse Hessian, and its damping fraction.
-    """
-    scheme, trial = problem.scheme, problem.rows(_TRIAL_ROWS)
-    hessian = problem.hessian[problem.order][:, problem.order]
-    factor, damp_fraction = factor_inverse(hessian, options.damp_fraction[0])
-    pivots = torch.empty_like(diagonal)
-    pivots[problem.order] = factor.diagonal().pow(-2)  # an error e in column i costs e^2 / U_ii^2 in the end
-    measures = {"pivot": pivots, "diagonal": diagonal}
-    if options.scale_search != "auto":
-        measures = {options.scale_search: measures[options.scale_search]}
-    grid = next(iter(measures))
-    if len(measures) > 1:
-        errors = {}
-        for name, measure in measures.items():
-            qparams = search_qparams(trial.weight, measure, scheme, scale_dtype)
-            errors[name] = trial.error(trial.solve(qparams, factor))
-        grid = min(errors, key=errors.__getitem__)
+    def error(solved: QuantizedWeight) -> float:
+        return output_error(trial.weight, solved.dequantize(), judge)
+
+    factor, damp_fraction = trial.factor(options.damp_fraction[0])
+    grids = ("diagonal", "pivot") if options.scale_search == "auto" else (options.scale_search,)
+    solved = {grid: trial.solve(trial.search(grid, diagonal, factor, scale_dtype), factor) for grid in grids}
+    errors = {grid: error(solution) for grid, solution in solved.items()}
+    grid = min(errors, key=errors.__getitem__)
+    if len(grids) > 1:
         stages["scale_search"] = {"chosen": grid, "errors": errors}
+    best, least = solved[grid], errors[grid]
     if len(options.damp_fraction) > 1:
-        qparams = search_qparams(trial.weight, measures[grid], scheme, scale_dtype)
-        factors = {damp_fraction: factor}
-        errors = {f"{damp_fraction:g}": trial.error(trial.solve(qparams, factor))}
+        damping = {f"{damp_fraction:g}": least}
         for fraction in options.damp_fraction[1:]:
             if fraction > damp_fraction:
-                other, used = factor_inverse(hessian, fraction)
-                errors[f"{used:g}"] = trial.error(trial.solve(qparams, other))
-                factors[used] = other
-        damp_fraction = min(factors, key=lambda used: errors[f"{used:g}"])
-        factor = factors[damp_fraction]
-        stages["damp_fraction"] = {"chosen": damp_fraction, "errors": errors}
-    return search_qparams(problem.weight, measures[grid], scheme, scale_dtype), factor, damp_fraction
-
-
-def _refit_if_better(problem: _Problem, solved: QuantizedWeight, stages: dict[str, Any]) -> QuantizedWeight:
-    """The solution with scales fitted to its codes, if the held-out error falls."""
-    refitted = refit_scales(problem.weight, solved, problem.hessian.float())
-    before, after = problem.error(solved), problem.error(refitted)
-    stages["scale_refit"] = {"kept": after < before, "errors": {"before": before, "after": after}}
-    return refitted if after < before else solved
+                factor, used = trial.factor(fraction)
+                other = trial.solve(trial.search(grid, diagonal, factor, scale_dtype), factor)
+                damping[f"{used:g}"] = error(other)
+                if damping[f"{used:g}"] < least:
+                    best, least, damp_fraction = other, damping[f"{used:g}"], used
+        stages["damp_fraction"] = {"chosen": damp_fraction, "errors": damping}
+    keeps_refit = False
+    if options.scale_refit:
+        after = error(trial.refit(best))
+        keeps_refit = after < least
+        stages["scale_refit"] = {"kept": keeps_refit, "errors": {"before": least, "after": after}}
+    return _Chosen(grid, damp_fraction, keeps_refit)

@@ -132,10 +132,16 @@ class InputStatistics:
             self._sample.append(rows[:: max(1, rows.shape[0] // 64)][:64].clone())
 
     def hessian(self) -> Tensor:
-        """[K, K] float64 symmetric mean of x x^T over the tokens that are not held out.
+        """[K, K] float64 symmetric mean of x x^T over all tokens.
 
         The literature's factor 2 cancels in every use.
         """
+        assert self._gram is not None, "the second moment was not collected"
+        gram = self._gram if self._held_out is None else self._gram + self._held_out
+        return _symmetric(gram, self.num_tokens)
+
+    def fit_hessian(self) -> Tensor:
+        """The same over the tokens that are not held out; over all where nothing is."""
         assert self._gram is not None, "the second moment was not collected"
         return _symmetric(self._gram, self.num_tokens - self.num_held_out)
 
@@ -147,12 +153,6 @@ class InputStatistics:
         if self._held_out is not None and self.num_held_out:
             return _symmetric(self._held_out, self.num_held_out).float(), "held-out windows"
         return self.hessian().float(), "calibration windows"
-
-    def total(self) -> Tensor:
-        """[K, K] float32 second moment of all tokens, for records."""
-        assert self._gram is not None, "the second moment was not collected"
-        gram = self._gram if self._held_out is None else self._gram + self._held_out
-        return _symmetric(gram, self.num_tokens).float()
 
     @property
     def mean_square(self) -> Tensor:

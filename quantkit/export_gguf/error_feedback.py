@@ -60,7 +60,8 @@ def solve_tensor(weight: Tensor, statistics: InputStatistics, type_name: str) ->
     """Quantize one layer so that its outputs on the calibration tokens change least.
 
     Scales are searched on the original weights and stay fixed; columns are visited by descending activation. Rounding
-    to nearest is kept if no feedback does better on the windows that judge.
+    to nearest is kept if no feedback does better on the windows that judge; the damping that does best there is used on
+    all windows.
 
     Args:
         weight: [N, K] float32; not modified.
@@ -76,23 +77,28 @@ def solve_tensor(weight: Tensor, statistics: InputStatistics, type_name: str) ->
     if statistics.num_tokens == 0:
         raise QuantizationError("no calibration token reaches it")
     block_type = BLOCK_TYPES[type_name]
-    hessian = statistics.hessian()
+    grid = fit_grid(weight, type_name, statistics.mean_square)
+    judge, _ = statistics.judge()
+    levels = nearest_levels(weight, grid, block_type)
+    chosen, least = None, output_error(weight, dequantize(levels, grid, block_type), judge)
+    for damp_fraction in DAMP_FRACTIONS:
+        trial = _solve(weight, grid, block_type, statistics.fit_hessian(), damp_fraction)
+        error = output_error(weight, dequantize(trial, grid, block_type), judge)
+        if error < least:
+            chosen, least = damp_fraction, error
+    if chosen is not None:
+        levels = _solve(weight, grid, block_type, statistics.hessian(), chosen)
+    return pack(levels, grid, block_type), dequantize(levels, grid, block_type)
+
+
+def _solve(weight: Tensor, grid: Grid, block_type: BlockType, hessian: Tensor, damp_fraction: float) -> Tensor:
+    """[N, K] float32 levels by error feedback under one second moment, which is changed."""
     diagonal = hessian.diagonal().clone()
     dead = diagonal <= 0
     hessian[dead, dead] = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
     order = torch.argsort(diagonal, descending=True, stable=True)
-    grid = fit_grid(weight, type_name, diagonal)
-    judge, _ = statistics.judge()
-    best = nearest_levels(weight, grid, block_type)
-    best_error = output_error(weight, dequantize(best, grid, block_type), judge)
-    ordered = hessian[order][:, order]
-    for damp_fraction in DAMP_FRACTIONS:
-        factor, _ = factor_inverse(ordered, damp_fraction)
-        levels = feed_back(weight, grid, block_type, factor, order)
-        error = output_error(weight, dequantize(levels, grid, block_type), judge)
-        if error < best_error:
-            best, best_error = levels, error
-    return pack(best, grid, block_type), dequantize(best, grid, block_type)
+    factor, _ = factor_inverse(hessian[order][:, order], damp_fraction)
+    return feed_back(weight, grid, block_type, factor, order)
 
 
 def feed_back(weight: Tensor, grid: Grid, block_type: BlockType, factor: Tensor, order: Tensor) -> Tensor:

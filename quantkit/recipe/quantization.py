@@ -61,7 +61,7 @@ class Gptq(Section):
 
     name: Literal["gptq"]
     damp_fraction: Annotated[tuple[DampFraction, ...], BeforeValidator(_one_or_more), Unordered] = (0.01,)
-    scale_search: Literal["auto", "diagonal", "pivot"] = "pivot"
+    scale_search: Literal["auto", "diagonal", "pivot"] = "diagonal"
     scale_refit: bool = True
     block_size: Positive = 128
 
