@@ -12,7 +12,9 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.shards import ShardWriter, write_text_durably
-from quantkit.plan import OutputPlan, Plan
+from quantkit.plan import LayerPlan, OutputPlan, Plan
+from quantkit.primitives import QuantizedWeight
+from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.solve import SolvedLayer
 
 
@@ -60,14 +62,53 @@ class CheckpointWriter:
 
     def _write(self, name: str, tensor: Tensor, *, exact: bool = True) -> str:
         """Write a tensor in the type that is planned for it."""
-        spec = self.output.specs.get(name)
-        if spec is not None and tensor.is_floating_point() and tensor.dtype != spec.dtype:
-            stored = tensor.to(spec.dtype)
-            if exact and not torch.equal(stored.float(), tensor.float()):
-                raise CheckpointError(f"{name} cannot be written in {spec.dtype} without loss")
-            tensor = stored
-        self._shards.write(name, tensor)
+        self._shards.write(name, self._stored(name, tensor, exact=exact))
         return name
+
+    def _stored(self, name: str, tensor: Tensor, *, exact: bool) -> Tensor:
+        """A tensor in the type that is planned for it."""
+        spec = self.output.specs.get(name)
+        if spec is None or not tensor.is_floating_point() or tensor.dtype == spec.dtype:
+            return tensor
+        stored = tensor.to(spec.dtype)
+        if exact and not torch.equal(stored.float(), tensor.float()):
+            raise CheckpointError(f"{name} cannot be written in {spec.dtype} without loss")
+        return stored
+
+    def write_outside(self) -> None:
+        """Put the rewritten parameters that are in no decoder block into the shards, as they are in the model."""
+        inside = f"{self.plan.decoder.name}."
+        for parameter in sorted(self.plan.rewritten):
+            if not parameter.startswith(inside):
+                value = self.plan.model.get_parameter(parameter).detach()
+                self._write(self.plan.tensor_name(parameter), value, exact=False)
+
+    def read_layer(self, layer: LayerPlan) -> tuple[QuantizedWeight, Tensor | None]:
+        """A layer that is written already: codes, scales, zero points, and the scale of its inputs if it has one."""
+        name = self.plan.tensor_name(f"{layer.name}.weight").removesuffix(".weight")
+        names = [f"{name}.{suffix}" for suffix in PACKED_SUFFIXES]
+        tensors = {tensor: self._shards.read(tensor) for tensor in names if tensor in self.output.specs}
+        weight = self.output.format.decode(tensors, name, layer.scheme, layer.shape)
+        return weight, tensors.get(f"{name}.input_scale")
+
+    def rewrite_layer(self, layer: LayerPlan, weight: QuantizedWeight, input_scale: Tensor | None) -> None:
+        """Put other codes and scales in the place of those that are written.
+
+        Raises:
+            CheckpointError: the format cannot store them without loss.
+        """
+        name = self.plan.tensor_name(f"{layer.name}.weight").removesuffix(".weight")
+        for tensor_name, tensor in self.output.format.encode(name, weight, input_scale).items():
+            self._shards.rewrite(tensor_name, self._stored(tensor_name, tensor, exact=True))
+
+    def read_parameter(self, parameter: str) -> Tensor:
+        """A rewritten parameter that is written already, as it is stored."""
+        return self._shards.read(self.plan.tensor_name(parameter))
+
+    def rewrite_parameter(self, parameter: str, value: Tensor) -> None:
+        """Put another value in the place of a rewritten parameter."""
+        name = self.plan.tensor_name(parameter)
+        self._shards.rewrite(name, self._stored(name, value, exact=False))
 
     def flush(self) -> None:
         """Bring what is written to the disk; after it a journal may say so."""

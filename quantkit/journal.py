@@ -18,6 +18,8 @@ from quantkit.formats.shards import write_text_durably
 from quantkit.manifest import validation_line
 
 ACTIVATIONS_NAME = "activations-{block}.st"  # not *.safetensors: no reader may take it for weights
+TUNING_STATE_NAME = "tuning.st"  # where tuning stands
+TUNING_RESULT_NAME = "tuned.st"  # what it found, before it is written over what is in the shards
 SCHEMA_VERSION = 2
 AFRESH = "Run without --resume to start afresh"
 
@@ -139,5 +141,6 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the journal's files; the run is finished."""
-        for path in (self.folder / JOURNAL_NAME, *self.folder.glob(ACTIVATIONS_NAME.format(block="*"))):
+        tuning = (self.folder / name for name in (TUNING_STATE_NAME, TUNING_RESULT_NAME))
+        for path in (self.folder / JOURNAL_NAME, *tuning, *self.folder.glob(ACTIVATIONS_NAME.format(block="*"))):
             path.unlink(missing_ok=True)

@@ -31,6 +31,7 @@ from quantkit.scheme import QuantScheme
 from quantkit.solve import SolvedLayer, solve_block
 from quantkit.source import ModelSource
 from quantkit.transforms.fold_block import transform_block
+from quantkit.tuning.apply import tune_checkpoint
 
 Progress = Callable[[str, int, int], None]
 BATCH_TOKENS = 2048  # tokens that go through a block at once
@@ -87,7 +88,16 @@ def quantize_model(
             journal = journal or (Journal(folders[0], facts["identity"]) if resume else None)
             layers, logits = _quantize_blocks(plan, algorithm, calibration, writers, journal, report)
             _copy_the_rest(plan, writers, report)
+            tuning = recipe.require_quantization().tuning
+            tuned = None
+            if tuning is not None:
+                folder = folders[0] if resume else None
+                probe = _probe_ids(plan.model)
+                tuned = tune_checkpoint(plan, writers, tuning, recipe.calibration, probe, report, folder)
+                logits = tuned.logits
             manifest = build_manifest(recipe, facts, layers, probe_record(_probe_ids(plan.model), logits))
+            if tuned is not None:
+                manifest["tuning"] = tuned.record
             manifest["seconds"] = round(time.perf_counter() - started, 2)
             manifest["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
             manifests = [writer.finish(manifest) for writer in writers]
@@ -124,6 +134,7 @@ def _copy_the_rest(plan: Plan, writers: Sequence[CheckpointWriter], progress: Pr
 
     tell(0)
     for writer in writers:
+        writer.write_outside()
         writer.copy_the_rest(tell)
 
 

@@ -17,6 +17,7 @@ from quantkit.recipe import Output, Recipe
 from quantkit.scheme import QuantScheme
 from quantkit.source import ModelSource, TensorInfo, open_source
 from quantkit.transforms import Transform, fold_notes, load_transform, rewritten_parameters
+from quantkit.tuning.small_parameter import small_parameters
 
 NAMED = 3  # tensors that a note names before it counts the rest
 
@@ -73,7 +74,7 @@ class Plan:
         layers: what is quantized, in the order of the model.
         ignored: linear layers that stay as they are.
         outputs: the checkpoints; all hold the same codes and scales.
-        rewritten: parameters that transforms may change and that are therefore not copied.
+        rewritten: parameters that transforms or tuning may change and that are therefore not copied.
         notes: what the user should know.
         transforms: of the recipe, in its order.
         input_observer: what finds static input scales.
@@ -292,6 +293,8 @@ def _lay_out(
     transforms = tuple(load_transform(t.name, t.model_dump(exclude={"name"})) for t in quantization.transforms)
     family = source.config.model_type
     rewritten = rewritten_parameters(transforms, decoder, schemes, family)
+    if quantization.tuning is not None:
+        rewritten |= frozenset(small_parameters(model))
     notes += fold_notes(transforms, decoder, schemes, family)
     observer = quantization.input_observer
     return Plan(source, model, decoder, in_order, ignored, tuple(outputs), rewritten, notes, transforms, observer)

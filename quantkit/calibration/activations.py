@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from quantkit.architectures import DecoderBlocks
 from quantkit.calibration.staged_block import BlockBatch
@@ -92,6 +93,25 @@ def leave_blocks(model: nn.Module, decoder: DecoderBlocks, token_ids: Tensor, hi
     """
     with torch.inference_mode(), _passages(model, decoder, answer=hidden):
         logits: Tensor = model(token_ids, use_cache=False).logits
+    return logits.float()
+
+
+def run_head(model: nn.Module, decoder: DecoderBlocks, hidden: Tensor, replaced: Mapping[str, Tensor]) -> Tensor:
+    """Logits of single tokens whose hidden states have left the last block, with a gradient if it is enabled.
+
+    Args:
+        model: everything outside the blocks has its weights.
+        decoder: the model's blocks.
+        hidden: [T, hidden] output of the last block.
+        replaced: parameters outside the blocks to use instead of the model's own, by name.
+
+    Returns:
+        [T, V] float32.
+    """
+    token_ids = torch.zeros(1, len(hidden), dtype=torch.int64)
+    with _passages(model, decoder, answer=hidden.unsqueeze(0)):
+        output: Any = functional_call(model, dict(replaced), (token_ids,), {"use_cache": False})
+    logits: Tensor = output.logits[0]
     return logits.float()
 
 

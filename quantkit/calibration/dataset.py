@@ -86,11 +86,9 @@ def build_calibration(calibration: Calibration, model: ModelSource, progress: Pr
     records = []
     for number, source in enumerate(sources):
         need = _num_tokens(source, calibration)
-        documents = _documents(source, model, need, calibration.seed + number, progress or (lambda *_: None))
-        tokenized = [_tokenize(tokenizer, source, document) for document in documents]
-        drawn, record = _draw(source, [document for document in tokenized if document.token_ids], need, calibration)
+        drawn, record = draw_pieces(tokenizer, source, number, need, calibration, model, progress or (lambda *_: None))
         pieces += drawn
-        records.append(record | {"blank_documents": sum(not document.token_ids for document in tokenized)})
+        records.append(record)
     pieces.sort(key=lambda piece: -len(piece.token_ids))
     lengths = torch.tensor([len(piece.token_ids) for piece in pieces])
     token_ids = torch.zeros(len(pieces), int(lengths[0]), dtype=torch.int64)
@@ -100,6 +98,42 @@ def build_calibration(calibration: Calibration, model: ModelSource, progress: Pr
         token_mask[row, : lengths[row]] = torch.tensor(piece.counted)
     _refuse_unusable(token_ids, token_mask, model)
     return CalibrationSet(token_ids, token_mask, lengths, records)
+
+
+def draw_pieces(
+    tokenizer: DocumentTokenizer,
+    source: Source,
+    number: int,
+    num_tokens: int,
+    calibration: Calibration,
+    model: ModelSource,
+    progress: Progress,
+    *,
+    at_most: bool = False,
+) -> tuple[list[TokenizedDocument], dict[str, Any]]:
+    """Read one source and draw from it, in an order that depends on the seed alone.
+
+    Args:
+        tokenizer: of the model.
+        source: what to read.
+        number: its place among the sources; with the recipe's seed it seeds what is generated.
+        num_tokens: to draw.
+        calibration: for its windows and its seed.
+        model: as the author of self-generated text.
+        progress: is called with (stage, done, total) while the model generates.
+        at_most: draw what there is if it is less.
+
+    Returns:
+        The pieces in the order in which they were drawn, and what the record says of the source.
+
+    Raises:
+        CalibrationError: it is missing, empty, malformed, or too short.
+    """
+    documents = _documents(source, model, num_tokens, calibration.seed + number, progress)
+    tokenized = [_tokenize(tokenizer, source, document) for document in documents]
+    filled = [document for document in tokenized if document.token_ids]
+    drawn, record = _draw(source, filled, num_tokens, calibration, at_most=at_most)
+    return drawn, record | {"blank_documents": len(tokenized) - len(filled)}
 
 
 def _documents(
@@ -116,9 +150,9 @@ def _tokenize(tokenizer: DocumentTokenizer, source: Source, document: Document) 
 
 
 def _draw(
-    source: Source, documents: list[TokenizedDocument], need: int, calibration: Calibration
+    source: Source, documents: list[TokenizedDocument], need: int, calibration: Calibration, *, at_most: bool
 ) -> tuple[list[TokenizedDocument], dict[str, Any]]:
-    """``need`` tokens of a source in pieces, and what the record says of them.
+    """``need`` tokens of a source in pieces (or, if ``at_most``, all there are), and what the record says of them.
 
     Raises:
         CalibrationError: the source has fewer.
@@ -140,6 +174,8 @@ def _draw(
         rng.shuffle(pieces)
     total = sum(len(document.token_ids) for document in whole)
     available = sum(len(piece.token_ids) for piece in pieces)
+    if at_most:
+        need = min(need, available)
     if available < need:
         possible = int(available / source.share)
         raise CalibrationError(

@@ -191,6 +191,31 @@ class ShardWriter:
             raise self._cannot_write(error) from error
         self._written.add(name)
 
+    def read(self, name: str) -> Tensor:
+        """A tensor that is written already.
+
+        Raises:
+            CheckpointError: it is not.
+        """
+        if name not in self._written:
+            raise CheckpointError(f"{name} is not written yet")
+        file_name, slot = self._slots[name]
+        data = bytearray(os.pread(self._files[file_name], slot.spec.nbytes, slot.offset))
+        if len(data) != slot.spec.nbytes:
+            raise CheckpointError(f"{self._partial(file_name)} ended while {name} was read")
+        return torch.frombuffer(data, dtype=slot.spec.dtype).reshape(slot.spec.shape)
+
+    def rewrite(self, name: str, tensor: Tensor) -> None:
+        """Write a tensor of the same type and shape over one that is written already.
+
+        Raises:
+            CheckpointError: as ``write``, but it must have been written.
+        """
+        if name not in self._written:
+            raise CheckpointError(f"{name} is not written yet")
+        self._written.remove(name)
+        self.write(name, tensor)
+
     def copy(self, name: str, path: Path, slot: TensorSlot) -> None:
         """Copy a tensor's bytes from another file, untouched.
 

@@ -25,7 +25,6 @@ NOT_YET_KEYS = frozenset(
     {
         "quantization.target_bits",
         "quantization.target_bytes",
-        "quantization.tuning",
         "outputs[].type",
     }
 )

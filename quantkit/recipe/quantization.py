@@ -8,6 +8,7 @@ from pydantic_core import PydanticCustomError
 
 from quantkit.recipe.section import Positive, Section, Text, Unordered, fault
 from quantkit.recipe.transforms import Transform
+from quantkit.recipe.tuning import Tuning
 from quantkit.scheme import GROUP_SIZES, PER_CHANNEL, PRESETS, InputScheme, QuantScheme
 
 GroupSize = Literal["auto", "channel", 32, 64, 128]
@@ -153,6 +154,7 @@ class Quantization(SchemeChoice):
     algorithm: Algorithm
     ignore: Annotated[tuple[Annotated[Text, AfterValidator(_pattern)], ...], Unordered] = ("lm_head",)
     transforms: Annotated[tuple[Transform, ...], Unordered] = ()
+    tuning: Tuning | None = None
     input_observer: Literal["minmax", "percentile", "mse"] = "minmax"
     overrides: Annotated[tuple[Override, ...], Unordered] = ()
 
@@ -170,4 +172,6 @@ class Quantization(SchemeChoice):
             return "the algorithm gptq"
         if self.algorithm.search:
             return "the algorithm rtn with search"
-        return f"the transform {self.transforms[0].name}" if self.transforms else None
+        if self.transforms:
+            return f"the transform {self.transforms[0].name}"
+        return "tuning without sources of its own" if self.tuning is not None and self.tuning.sources is None else None

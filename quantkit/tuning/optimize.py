@@ -1,0 +1,214 @@
+"""The loop: passes in, gradients of the KL out, the best state by windows that never gave a gradient."""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from quantkit.recipe.tuning import Tuning
+from quantkit.tuning.objective import backward_through_head, kl_of_tokens
+from quantkit.tuning.student import Student
+from quantkit.tuning.windows import PASS_TOKENS, TuningSource, Windows, passes
+
+WARMUP_STEPS = 5
+EVALUATIONS = 6  # of a run, evenly spaced
+BETAS = (0.9, 0.95)
+
+Targets = Mapping[int, Tensor]  # id of the windows -> output of the original's last block
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """How far the model is from the original on the windows that judge.
+
+    Attributes:
+        kl: mean KL in nats a token, by source.
+        agreement: share of tokens for which both models put the same token first, by source.
+    """
+
+    kl: dict[str, float]
+    agreement: dict[str, float]
+
+    def ratio(self, before: "Score") -> float:
+        """Mean over the sources of the KL as a share of what it was."""
+        return sum(value / max(before.kl[name], 1e-9) for name, value in self.kl.items()) / len(self.kl)
+
+    def is_better_than(self, before: "Score") -> bool:
+        """Whether no source's KL rose and one fell."""
+        return self.ratio(before) < 1 and all(value <= before.kl[name] for name, value in self.kl.items())
+
+
+@dataclass(slots=True)
+class TuningState:
+    """Where a run of tuning stands: everything that the next step depends on.
+
+    Attributes:
+        step: steps that are done.
+        tensors: shifts, optimizer moments and offsets of codes, by name.
+        best: the same of the best state so far, without moments.
+        best_step: after which step that was; 0 is the start.
+        history: evaluations so far.
+    """
+
+    step: int = 0
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    best: dict[str, Tensor] = field(default_factory=dict)
+    best_step: int = 0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def rate(step: int, steps: int) -> float:
+    """Share of the learning rate at a step: a short rise, then half a cosine to zero."""
+    return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+
+def evaluate(student: Student, sources: Sequence[TuningSource], targets: Targets) -> Score:
+    """Score the student as it would be stored now."""
+    kl: dict[str, float] = {}
+    agreement: dict[str, float] = {}
+    for source in sources:
+        distances, agrees = [], []
+        for windows in source.validation:
+            with torch.no_grad():
+                hidden = student.blocks(student.enter(windows.token_ids, windows.token_mask)).flatten(0, 1)
+            counted = windows.token_mask.flatten()
+            target = targets[id(windows)].flatten(0, 1)[counted]
+            distance, agree = kl_of_tokens(hidden[counted], target, student.original_head, student.head)
+            distances.append(distance)
+            agrees.append(agree.float())
+        kl[source.label] = float(torch.cat(distances).mean())
+        agreement[source.label] = float(torch.cat(agrees).mean())
+    return Score(kl, agreement)
+
+
+class Tuner:
+    """Tunes a student.
+
+    Args:
+        student: starts as it is stored.
+        sources: windows.
+        targets: of all their windows.
+        tuning: the recipe's section.
+        state: of an interrupted run of the same recipe on the same data; None to start.
+    """
+
+    def __init__(
+        self,
+        student: Student,
+        sources: Sequence[TuningSource],
+        targets: Targets,
+        tuning: Tuning,
+        state: TuningState | None = None,
+    ) -> None:
+        self.student, self._sources, self._targets, self._tuning = student, sources, targets, tuning
+        self._parameters = list(student.parameters())
+        self._optimizer = torch.optim.Adam(self._parameters, lr=tuning.learning_rate, betas=BETAS)
+        self._passes_a_step = max(1, round(tuning.tokens_per_step / PASS_TOKENS))
+        self._schedule: Iterator[Windows] = passes(sources, tuning.seed)
+        self.state = state or TuningState()
+        if self.state.step:
+            self._restore(self.state)
+            for _ in range(self.state.step * self._passes_a_step):
+                next(self._schedule)
+        else:
+            self._evaluate()
+
+    def run(self, progress: Callable[[int, int], None], save: Callable[[TuningState], None] | None = None) -> None:
+        """Take all steps that are left, and leave the student in the best state that was seen.
+
+        Args:
+            progress: is called with (steps done, all steps).
+            save: is given the state after every evaluation.
+        """
+        steps = self._tuning.steps
+        every = max(1, -(-steps // EVALUATIONS))
+        progress(self.state.step, steps)
+        while self.state.step < steps:
+            loss = self._step(self.state.step)
+            self.state.step += 1
+            progress(self.state.step, steps)
+            if self.state.step % every == 0 or self.state.step == steps:
+                self._evaluate(loss)
+                if save is not None:
+                    self.state.tensors = self._snapshot(moments=True)
+                    save(self.state)
+        self._load(self.state.best)
+
+    def _step(self, step: int) -> float:
+        """One step; returns the mean KL of its windows before it, in nats."""
+        share = rate(step, self._tuning.steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = self._tuning.learning_rate * share
+        for layer in self.student.layers.values():
+            if layer.offsets is not None:
+                layer.offsets.learning_rate = self._tuning.code_learning_rate * share / self._passes_a_step
+        self._optimizer.zero_grad(set_to_none=True)
+        total = 0.0
+        for _ in range(self._passes_a_step):
+            windows = next(self._schedule)
+            hidden = self.student.blocks(self.student.enter(windows.token_ids, windows.token_mask)).flatten(0, 1)
+            loss, gradient = backward_through_head(
+                hidden,
+                self._targets[id(windows)].flatten(0, 1),
+                windows.token_mask.flatten(),
+                self.student.original_head,
+                self.student.head,
+            )
+            torch.autograd.backward(hidden, gradient / self._passes_a_step)
+            total += loss / self._passes_a_step
+        self._optimizer.step()
+        return total
+
+    def _evaluate(self, loss: float | None = None) -> None:
+        """Score the present state and keep it if it is the best so far."""
+        score = evaluate(self.student, self._sources, self._targets)
+        history = self.state.history
+        first = Score(history[0]["kl"], history[0]["agreement"]) if history else score
+        ratio = score.ratio(first)
+        history.append(
+            {"step": self.state.step, "ratio": ratio, "kl": score.kl, "agreement": score.agreement, "loss": loss}
+        )
+        if ratio <= min(entry["ratio"] for entry in history) and (score is first or score.is_better_than(first)):
+            self.state.best = self._snapshot(moments=False)
+            self.state.best_step = self.state.step
+
+    def _snapshot(self, *, moments: bool) -> dict[str, Tensor]:
+        """Copies of everything that moves, by name."""
+        tensors: dict[str, Tensor] = {}
+        for name, layer in self.student.layers.items():
+            tensors[f"{name}.shift"] = layer.shift.detach().clone()
+            if layer.offsets is not None:
+                tensors[f"{name}.offset"] = layer.offsets.offset.clone()
+                if moments:
+                    tensors[f"{name}.momentum"] = layer.offsets.momentum.clone()
+                    tensors[f"{name}.square"] = layer.offsets.square.clone()
+        for name, value in self.student.small.items():
+            tensors[f"{name}.shift"] = value.shift.detach().clone()
+        if moments:
+            for number, parameter in enumerate(self._parameters):
+                for key, value in self._optimizer.state.get(parameter, {}).items():
+                    tensors[f"adam.{number}.{key}"] = value.clone()
+        return tensors
+
+    def _load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Put copies of a snapshot back, without moments of the optimizer."""
+        for name, layer in self.student.layers.items():
+            layer.shift.data.copy_(tensors[f"{name}.shift"])
+            if layer.offsets is not None:
+                layer.offsets.offset.copy_(tensors[f"{name}.offset"])
+                if f"{name}.momentum" in tensors:
+                    layer.offsets.momentum.copy_(tensors[f"{name}.momentum"])
+                    layer.offsets.square.copy_(tensors[f"{name}.square"])
+                    layer.offsets.steps = self.state.step * self._passes_a_step
+        for name, value in self.student.small.items():
+            value.shift.data.copy_(tensors[f"{name}.shift"])
+
+    def _restore(self, state: TuningState) -> None:
+        self._load(state.tensors)
+        for number, parameter in enumerate(self._parameters):
+            keys = ("step", "exp_avg", "exp_avg_sq")
+            found = {key: state.tensors[f"adam.{number}.{key}"] for key in keys}
+            self._optimizer.state[parameter] = found

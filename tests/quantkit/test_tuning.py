@@ -1,0 +1,274 @@
+"""Tuning against the original: gradients, what is stored, what the checkpoint says afterwards, resumption."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from quantkit.checkpoint_writer import CheckpointWriter
+from quantkit.errors import RecipeError
+from quantkit.pipeline import quantize_model
+from quantkit.plan import LayerPlan
+from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
+from quantkit.recipe import parse_recipe
+from quantkit.scheme import QuantScheme
+from quantkit.tuning.objective import backward_through_head, kl_rows
+from quantkit.tuning.optimize import Score, rate
+from quantkit.tuning.small_parameter import SmallParameter
+from quantkit.tuning.tunable_linear import CodeOffsets, TunableLinear
+from quantkit.verify import verify_checkpoint
+
+SCHEMES = [QuantScheme(4, 32), QuantScheme(4, 32, symmetric=False), QuantScheme(8, -1)]
+
+
+def _weight(scheme: QuantScheme, dtype: torch.dtype = torch.float32) -> tuple[Tensor, QuantizedWeight]:
+    original = torch.randn(6, 64, generator=torch.Generator().manual_seed(0)) + 0.2
+    scale, zero_point = choose_qparams(original, scheme, dtype)
+    return original, QuantizedWeight(quantize(original, scale, scheme, zero_point), scale, scheme, zero_point)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_gradients_are_those_of_autograd_on_the_written_out_product(scheme: QuantScheme) -> None:
+    _, weight = _weight(scheme)
+    x = torch.randn(3, 5, 64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    layer = TunableLinear(weight, torch.randn(6), torch.float32)
+    layer(x).square().sum().backward()
+
+    shift = torch.zeros_like(weight.scale, requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    zero = torch.zeros_like(weight.scale) if weight.zero_point is None else weight.zero_point.float()
+    columns = 64 // weight.scale.shape[1]
+    steps = weight.codes.float() - zero.repeat_interleave(columns, 1)
+    dense = steps * (weight.scale * (1 + shift)).repeat_interleave(columns, 1)
+    nn.functional.linear(plain, dense, layer.bias).square().sum().backward()
+    assert layer.shift.grad is not None
+    torch.testing.assert_close(layer.shift.grad, shift.grad, rtol=1e-4, atol=1e-3)
+    torch.testing.assert_close(x.grad, plain.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_a_layer_multiplies_by_what_would_be_stored() -> None:
+    _, weight = _weight(QuantScheme(4, 32), torch.bfloat16)
+    layer = TunableLinear(weight, None, torch.bfloat16)
+    layer.shift.data.fill_(1e-3)  # less than half a step of bfloat16 for most scales, more for some
+    stored = layer.quantized()
+    assert stored.scale.dtype == torch.bfloat16
+    assert torch.equal(stored.scale, (weight.scale.float() * 1.001).bfloat16())
+    assert torch.equal(layer(torch.eye(64)).T, stored.dequantize())
+
+
+def test_offsets_start_without_moving_a_code_and_follow_the_sign_of_the_gradient() -> None:
+    original, weight = _weight(QuantScheme(4, 32))
+    offsets = CodeOffsets.start(weight, original)
+    layer = TunableLinear(weight, None, torch.float32, offsets=offsets)
+    assert torch.equal(layer.codes(), weight.codes)
+    offsets.learning_rate = 0.3
+    x = torch.eye(64)
+    for _ in range(4):  # minimise the outputs' sum: every weight should fall, whatever the sign of its scale
+        layer(x.requires_grad_()).sum().backward()
+    fallen = layer.quantized().dequantize() < weight.dequantize()
+    at_the_end = weight.codes == torch.where(weight.scale.repeat_interleave(32, 1) > 0, -8, 7)
+    assert bool((fallen | at_the_end).all())
+    assert int((layer.codes().int() - weight.codes).abs().max()) == 1
+    assert int(layer.codes().min()) >= -8
+
+
+def test_frozen_offsets_do_not_move() -> None:
+    original, weight = _weight(QuantScheme(4, 32))
+    layer = TunableLinear(weight, None, torch.float32, offsets=CodeOffsets.start(weight, original))
+    layer(torch.eye(64).requires_grad_()).sum().backward()
+    assert torch.equal(layer.codes(), weight.codes)
+
+
+def test_the_gradient_through_the_head_in_pieces_is_that_of_all_rows() -> None:
+    generator = torch.Generator().manual_seed(3)
+    hidden, target = (torch.randn(300, 16, generator=generator) for _ in range(2))
+    head = nn.Linear(16, 50)
+    counted = torch.arange(300) % 3 != 0
+    loss, gradient = backward_through_head(hidden, target, counted, head, head)
+    whole = hidden.clone().requires_grad_()
+    with torch.no_grad():
+        teacher = head(target)
+    expected = nn.functional.kl_div(
+        head(whole)[counted].log_softmax(-1), teacher[counted].log_softmax(-1), log_target=True, reduction="batchmean"
+    )
+    expected.backward()  # type: ignore[no-untyped-call]
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    torch.testing.assert_close(gradient, whole.grad, rtol=1e-4, atol=1e-7)
+    torch.testing.assert_close(kl_rows(teacher, teacher), torch.zeros(300), atol=1e-6, rtol=0)
+
+
+def test_a_small_parameter_is_seen_rounded_and_learns_through_the_rounding() -> None:
+    start = torch.tensor([1.0, -2.0, 0.5])
+    value = SmallParameter(start, torch.bfloat16)
+    value.shift.data.fill_(1e-4)
+    assert torch.equal(value(), (start + value.unit * 1e-4).bfloat16().float())
+    value().sum().backward()
+    assert value.shift.grad is not None
+    assert torch.allclose(value.shift.grad, torch.full((3,), value.unit))
+
+
+def test_a_score_is_better_only_if_no_source_got_worse() -> None:
+    before = Score({"text": 0.2, "chat": 0.4}, {})
+    assert Score({"text": 0.1, "chat": 0.4}, {}).is_better_than(before)
+    assert not Score({"text": 0.1, "chat": 0.41}, {}).is_better_than(before)
+    assert Score({"text": 0.1, "chat": 0.2}, {}).ratio(before) == pytest.approx(0.5)
+
+
+def test_the_rate_rises_and_falls_to_nearly_nothing() -> None:
+    rates = [rate(step, 100) for step in range(100)]
+    assert rates[0] < rates[4]
+    assert rates[-1] < 1e-3
+    assert max(rates) <= 1
+
+
+TEMPLATE = """\
+version: 1
+model: {model}
+calibration:
+  sources: [{{kind: text, path: {corpus}}}]
+  num_tokens: 512
+  window_tokens: 64
+quantization:
+  scheme: {scheme}
+  {more}
+  algorithm: {{name: rtn}}
+  tuning: {{steps: 30, tokens_per_step: 512, learning_rate: 0.005, codes: {codes}, code_learning_rate: 0.02}}
+outputs: {outputs}
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    words = ["river", "stone", "window", "yellow", "seven", "quiet", "morning", "letter", "market", "garden"]
+    lines = (" ".join(words[(i * 7 + j * j) % 10] for j in range(9)) + "." for i in range(400))
+    path.write_text(" ".join(lines))
+    return path
+
+
+def _recipe(model: Path, corpus: Path, outputs: str, codes: str = "tuned", scheme: str = "W4A16") -> Any:
+    more = "group_size: 32" if "4" in scheme.split("A")[0] else ""
+    text = TEMPLATE.format(model=model, corpus=corpus, outputs=outputs, codes=codes, scheme=scheme, more=more)
+    return parse_recipe(text)
+
+
+@pytest.mark.parametrize(
+    ("family", "codes", "scheme"),
+    [
+        ("llama", "frozen", "W4A16"),
+        ("llama", "tuned", "W4A16"),
+        ("qwen2", "tuned", "W4A16_ASYM"),
+        ("gemma3", "frozen", "W4A16"),
+        ("qwen3", "frozen", "W8A8"),
+        ("phi3", "tuned", "W4A16"),
+    ],
+)
+def test_tuning_lowers_the_kl_and_the_checkpoint_holds_what_it_found(
+    family: str, codes: str, scheme: str, tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    model = tiny_models(family)
+    out = tmp_path / "out"
+    manifest = quantize_model(_recipe(model, corpus, f"[{{format: compressed-tensors, path: {out}}}]", codes, scheme))
+    tuning = manifest["tuning"]
+    first, best = tuning["history"][0], min(tuning["history"], key=lambda entry: entry["ratio"])
+    assert tuning["kept_step"] == best["step"] > 0
+    assert best["kl"]["corpus.txt"] < first["kl"]["corpus.txt"]
+    assert (tuning["changed_codes"] > 0) == (codes == "tuned")
+    report = verify_checkpoint(out)  # hashes, and the logits of compressed-tensors' own reader against the probe
+    report.raise_for_failure()
+    assert not report.skipped
+
+
+def test_all_outputs_hold_the_tuned_weights(tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path) -> None:
+    outputs = ", ".join(
+        f"{{format: {name}, path: {tmp_path / name}}}" for name in ("compressed-tensors", "gptq", "awq")
+    )
+    quantize_model(_recipe(tiny_models("llama"), corpus, f"[{outputs}]", "tuned", "W4A16_ASYM"))
+    for name in ("compressed-tensors", "gptq", "awq"):
+        verify_checkpoint(tmp_path / name).raise_for_failure()
+
+
+def test_nothing_better_leaves_the_checkpoint_as_it_was(
+    tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny_models("llama")
+    recipe = _recipe(model, corpus, f"[{{format: compressed-tensors, path: {tmp_path / 'tuned'}}}]")
+    monkeypatch.setattr("quantkit.tuning.optimize.Score.is_better_than", lambda *_: False)
+    manifest = quantize_model(recipe)
+    assert manifest["tuning"]["kept_step"] == 0
+    plain = recipe.text.replace("tuned}", "tuned}").replace(str(tmp_path / "tuned"), str(tmp_path / "plain"))
+    plain = "\n".join(line for line in plain.splitlines() if not line.startswith("  tuning"))
+    quantize_model(parse_recipe(plain))
+    tuned, untouched = (load_file(tmp_path / name / "model.safetensors") for name in ("tuned", "plain"))
+    assert tuned.keys() == untouched.keys()
+    assert all(torch.equal(tuned[name], untouched[name]) for name in tuned)
+
+
+def test_an_interrupted_run_goes_on_and_ends_in_the_same_bytes(
+    tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    model, out = tiny_models("llama"), tmp_path / "out"
+    recipe = _recipe(model, corpus, f"[{{format: compressed-tensors, path: {out}}}]")
+    quantize_model(recipe)
+    whole = (out / "model.safetensors").read_bytes()
+    shutil.rmtree(out)
+
+    class Stop(Exception):
+        pass
+
+    def stop(at: int) -> Callable[[str, int, int], None]:
+        def progress(stage: str, done: int, total: int) -> None:
+            if stage == "tune" and done == at:
+                raise Stop
+
+        return progress
+
+    for at in (7, 26):
+        with pytest.raises(Stop):
+            quantize_model(recipe, resume=True, progress=stop(at))
+    manifest = quantize_model(recipe, resume=True)
+    assert (out / "model.safetensors").read_bytes() == whole
+    assert [entry["step"] for entry in manifest["tuning"]["history"]] == [0, 5, 10, 15, 20, 25, 30]
+    assert not list(out.glob("*.st"))
+
+
+def test_a_run_that_stops_while_it_writes_the_result_starts_from_the_result(
+    tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, out = tiny_models("llama"), tmp_path / "out"
+    recipe = _recipe(model, corpus, f"[{{format: compressed-tensors, path: {out}}}]")
+    quantize_model(recipe)
+    whole = (out / "model.safetensors").read_bytes()
+    shutil.rmtree(out)
+    written = CheckpointWriter.rewrite_layer
+
+    def fail_late(self: CheckpointWriter, layer: LayerPlan, *rest: Any) -> None:
+        if layer.block == 1:
+            raise KeyboardInterrupt
+        written(self, layer, *rest)
+
+    monkeypatch.setattr(CheckpointWriter, "rewrite_layer", fail_late)
+    with pytest.raises(KeyboardInterrupt):
+        quantize_model(recipe, resume=True)
+    monkeypatch.undo()
+    stages = set()
+    quantize_model(recipe, resume=True, progress=lambda stage, done, total: stages.add(stage))
+    assert "tune" not in stages
+    assert (out / "model.safetensors").read_bytes() == whole
+
+
+def test_wrong_options_are_one_clear_line(tmp_path: Path, corpus: Path) -> None:
+    text = TEMPLATE.format(
+        model="m", corpus=corpus, outputs="[{format: gptq, path: o}]", codes="soft", scheme="W4A16", more=""
+    )
+    with pytest.raises(RecipeError, match=r"quantization\.tuning\.codes.*frozen, tuned"):
+        parse_recipe(text)
+    without = text.replace("soft", "tuned")
+    without = without[: without.index("calibration:")] + without[without.index("quantization:") :]
+    with pytest.raises(RecipeError, match=r"calibration.*tuning"):
+        parse_recipe(without)
