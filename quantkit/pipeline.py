@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms import Algorithm, Solution, load_algorithm
+from quantkit.allocation.allocate import allocate
 from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
 from quantkit.calibration.dataset import CalibrationSet, build_calibration
 from quantkit.calibration.heap import return_large_blocks
@@ -75,6 +76,11 @@ def quantize_model(
         logger.warning("%s", note)
     algorithm = _algorithm(recipe, plan)
     calibration = _calibration(recipe, plan, algorithm, report)
+    allocation = None
+    if recipe.require_quantization().has_target:
+        assert calibration is not None, "a target is chosen on calibration windows"
+        allocation = allocate(plan, recipe, calibration, report)
+        plan = make_plan(recipe, plan.source, schemes=allocation.schemes)
     facts = provenance(recipe, plan.source, calibration)
     if resume:
         finished = _finished(recipe, facts["identity"])
@@ -96,6 +102,8 @@ def quantize_model(
                 tuned = tune_checkpoint(plan, writers, tuning, recipe.calibration, probe, report, folder)
                 logits = tuned.logits
             manifest = build_manifest(recipe, facts, layers, probe_record(_probe_ids(plan.model), logits))
+            if allocation is not None:
+                manifest["allocation"] = allocation.to_record()
             if tuned is not None:
                 manifest["tuning"] = tuned.record
             manifest["seconds"] = round(time.perf_counter() - started, 2)
@@ -155,7 +163,8 @@ def _calibration(recipe: Recipe, plan: Plan, algorithm: Algorithm, progress: Pro
     """The recipe's tokens, if the algorithm or a static input scale needs them."""
     inputs = [layer.scheme.input for layer in plan.layers]
     static = any(scheme is not None and not scheme.dynamic for scheme in inputs)
-    if not (algorithm.needs_calibration or plan.transforms or static):
+    chosen = recipe.require_quantization().has_target
+    if not (algorithm.needs_calibration or plan.transforms or static or chosen):
         return None
     if recipe.calibration is None:
         raise RecipeError("the recipe needs a `calibration` section")

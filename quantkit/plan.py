@@ -156,12 +156,15 @@ class Plan:
         }
 
 
-def make_plan(recipe: Recipe, source: ModelSource | None = None) -> Plan:
+def make_plan(
+    recipe: Recipe, source: ModelSource | None = None, *, schemes: Mapping[str, QuantScheme] | None = None
+) -> Plan:
     """Decide what happens to every tensor of the model.
 
     Args:
         recipe: with a quantization section.
         source: the recipe's model, if it is open already.
+        schemes: what an allocation has chosen for the layers that are quantized; None: what the recipe says.
 
     Raises:
         RecipeError: a pattern that matches nothing, a group size that does not divide, a layer that cannot be taken.
@@ -179,7 +182,7 @@ def make_plan(recipe: Recipe, source: ModelSource | None = None) -> Plan:
     ignored = _ignored(recipe.quantization.ignore, [*linears, *others])
     _refuse_what_stays_unsaid(linears, others, ignored, decoder)
     targets = {name: module for name, module in linears.items() if name not in ignored}
-    schemes = choose_schemes(recipe.quantization, targets)
+    schemes = schemes or choose_schemes(recipe.quantization, targets)
     if not schemes:
         raise RecipeError("quantization.ignore (with overrides to none) leaves no layer to quantize")
     stays = dict.fromkeys(ignored, "ignored") | {name: "kept by an override" for name in targets if name not in schemes}
@@ -293,6 +296,8 @@ def _lay_out(
     transforms = tuple(load_transform(t.name, t.model_dump(exclude={"name"})) for t in quantization.transforms)
     family = source.config.model_type
     rewritten = rewritten_parameters(transforms, decoder, schemes, family)
+    if quantization.has_target:
+        notes += ("the target decides: schemes are chosen once sensitivities are measured; these are the recipe's own",)
     if quantization.tuning is not None:
         rewritten |= frozenset(small_parameters(model))
     notes += fold_notes(transforms, decoder, schemes, family)

@@ -1,7 +1,7 @@
 """Which scheme each layer gets: the recipe's own, or that of the last override that matches its name."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 
@@ -36,6 +36,12 @@ def choose_schemes(quantization: Quantization, targets: Mapping[str, nn.Linear])
         where = ".".join(["quantization", *(f"{place[0]}[{place[1]}]" for _ in place[:1]), "group_size"])
         sizes[id(choice)] = _group_size(where, choice, members)
     return {name: choice.scheme(sizes[id(choice)]) for name, choice in chosen.items() if choice is not None}
+
+
+def overridden(quantization: Quantization, names: Iterable[str]) -> set[str]:
+    """The layers whose scheme an override has decided."""
+    patterns = [override.match for override in quantization.overrides]
+    return {name for name in names if any(name == pattern or re.fullmatch(pattern, name) for pattern in patterns)}
 
 
 def _group_size(where: str, choice: SchemeChoice, members: Mapping[str, nn.Linear]) -> int:

@@ -79,6 +79,22 @@ def enter_blocks(
     return batches
 
 
+def enter_with_gradients(model: nn.Module, decoder: DecoderBlocks, token_ids: Tensor, token_mask: Tensor) -> BlockBatch:
+    """One batch of windows, [B, T] ids and mask, at the door of block 0, made of tensors a backward pass may keep."""
+    (batch,) = enter_blocks(model, decoder, [(token_ids, token_mask)])
+    kwargs = [{name: _ordinary(value) for name, value in each.items()} for each in batch.kwargs]
+    return BlockBatch(batch.hidden.clone(), token_mask, kwargs)
+
+
+def _ordinary(value: object) -> object:
+    """The same without inference tensors inside."""
+    if isinstance(value, Tensor):
+        return value.clone()
+    if isinstance(value, tuple):
+        return tuple(_ordinary(part) for part in value)
+    return value
+
+
 def leave_blocks(model: nn.Module, decoder: DecoderBlocks, token_ids: Tensor, hidden: Tensor) -> Tensor:
     """Logits of windows whose hidden states have left the last block.
 

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from quantkit.errors import RecipeError
-from quantkit.recipe import calibration, gates, model, output, quantization, transforms
+from quantkit.recipe import calibration, gates, model, output, quantization, transforms, tuning
 from quantkit.recipe.document import Document, KeyPath, Position, key_path
 from quantkit.scheme import PRESETS
 
@@ -29,6 +29,10 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "quantization.scheme": quantization.Scheme,
     "quantization.overrides[]": quantization.Override,
     "quantization.overrides[].scheme": quantization.Scheme,
+    "quantization.candidates[]": quantization.Candidate,
+    "quantization.candidates[].scheme": quantization.Scheme,
+    "quantization.tuning": tuning.Tuning,
+    **_by_tag("quantization.tuning.sources[]", calibration.Source, "kind"),
     **_by_tag("quantization.algorithm", quantization.Algorithm, "name"),
     **_by_tag("quantization.transforms[]", transforms.Transform, "name"),
     "outputs[]": output.Output,

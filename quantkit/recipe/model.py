@@ -23,8 +23,6 @@ from quantkit.scheme import GROUP_SIZES, QuantScheme
 # Key paths with [] for any index. The contract has them, quantkit does not yet.
 NOT_YET_KEYS = frozenset(
     {
-        "quantization.target_bits",
-        "quantization.target_bytes",
         "outputs[].type",
     }
 )

@@ -147,16 +147,54 @@ class Override(SchemeChoice):
         return self.given_scheme is None
 
 
+class Candidate(SchemeChoice):
+    """A scheme that an allocation may give to a layer."""
+
+    given_scheme: Annotated[Scheme, BeforeValidator(_preset)] = Field(alias="scheme")
+
+
 class Quantization(SchemeChoice):
-    """What is quantized and how."""
+    """What is quantized and how.
+
+    With ``target_bits`` (mean stored bits of a quantized weight, scales included) or ``target_bytes`` (tensor bytes of
+    the first output) the scheme of every layer without an override is chosen among ``candidates``, so that the model's
+    distance to the original is least at that size. Without ``candidates`` these are the recipe's scheme at every group
+    size, and 8-bit weights.
+    """
 
     given_scheme: Annotated[Scheme, BeforeValidator(_preset)] = Field(alias="scheme")
     algorithm: Algorithm
     ignore: Annotated[tuple[Annotated[Text, AfterValidator(_pattern)], ...], Unordered] = ("lm_head",)
     transforms: Annotated[tuple[Transform, ...], Unordered] = ()
+    target_bits: Annotated[float, Field(gt=0, le=16)] | None = None
+    target_bytes: Positive | None = None
+    candidates: Annotated[tuple[Candidate, ...], Unordered] | None = None
     tuning: Tuning | None = None
     input_observer: Literal["minmax", "percentile", "mse"] = "minmax"
     overrides: Annotated[tuple[Override, ...], Unordered] = ()
+
+    @model_validator(mode="after")
+    def _check_target(self) -> "Quantization":
+        if self.target_bits is not None and self.target_bytes is not None:
+            raise fault("give target_bits or target_bytes, not both", "target_bytes")
+        if not self.has_target:
+            if self.candidates is not None:
+                raise fault("candidates are chosen among for a size; give target_bits or target_bytes", "candidates")
+            return self
+        if self.candidates is not None and len(self.candidates) < 2:
+            raise fault("nothing to choose among; give at least two", "candidates")
+        for number, candidate in enumerate(self.candidates or (self,)):
+            scheme = candidate.given_scheme
+            assert scheme is not None, "a candidate quantizes"
+            if scheme.input != "none":
+                keys = ("candidates", number, "scheme") if self.candidates else ("scheme",)
+                raise fault("an allocation for a size chooses among schemes with 16-bit inputs", *keys)
+        return self
+
+    @property
+    def has_target(self) -> bool:
+        """Whether the schemes are chosen for a size."""
+        return self.target_bits is not None or self.target_bytes is not None
 
     @property
     def choices(self) -> dict[tuple[str | int, ...], SchemeChoice]:
@@ -172,6 +210,8 @@ class Quantization(SchemeChoice):
             return "the algorithm gptq"
         if self.algorithm.search:
             return "the algorithm rtn with search"
+        if self.has_target:
+            return "a target size"
         if self.transforms:
             return f"the transform {self.transforms[0].name}"
         return "tuning without sources of its own" if self.tuning is not None and self.tuning.sources is None else None

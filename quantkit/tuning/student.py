@@ -8,7 +8,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from quantkit.architectures import DecoderBlocks
-from quantkit.calibration.activations import enter_blocks, run_head
+from quantkit.calibration.activations import enter_with_gradients, run_head
 from quantkit.calibration.staged_block import BlockBatch
 from quantkit.tuning.small_parameter import SmallParameter, small_parameters
 from quantkit.tuning.tunable_linear import TunableLinear
@@ -60,9 +60,7 @@ class Student:
 
     def enter(self, token_ids: Tensor, token_mask: Tensor) -> BlockBatch:
         """A batch of windows, [B, T] ids and mask, at the door of the first block."""
-        (batch,) = enter_blocks(self.model, self.decoder, [(token_ids, token_mask)])
-        kwargs = [{name: _ordinary(value) for name, value in each.items()} for each in batch.kwargs]
-        return BlockBatch(batch.hidden.clone(), token_mask, kwargs)
+        return enter_with_gradients(self.model, self.decoder, token_ids, token_mask)
 
     def blocks(self, batch: BlockBatch) -> Tensor:
         """[B, T, hidden] output of the last block, with a gradient if it is enabled."""
@@ -95,12 +93,3 @@ class Student:
     def original_head(self, hidden: Tensor) -> Tensor:
         """The same through the final norm as it was."""
         return run_head(self.model, self.decoder, hidden, {})
-
-
-def _ordinary(value: object) -> object:
-    """What a block is given besides the hidden states, made of tensors that a backward pass may keep."""
-    if isinstance(value, Tensor):
-        return value.clone()
-    if isinstance(value, tuple):
-        return tuple(_ordinary(part) for part in value)
-    return value

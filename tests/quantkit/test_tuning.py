@@ -268,6 +268,9 @@ def test_wrong_options_are_one_clear_line(tmp_path: Path, corpus: Path) -> None:
     )
     with pytest.raises(RecipeError, match=r"quantization\.tuning\.codes.*frozen, tuned"):
         parse_recipe(text)
+    misspelt = text.replace("codes: soft", "step: 3")
+    with pytest.raises(RecipeError, match=r"quantization\.tuning\.step: unknown key.*did you mean 'steps'"):
+        parse_recipe(misspelt)
     without = text.replace("soft", "tuned")
     without = without[: without.index("calibration:")] + without[without.index("quantization:") :]
     with pytest.raises(RecipeError, match=r"calibration.*tuning"):

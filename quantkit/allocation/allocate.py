@@ -1,0 +1,156 @@
+"""From a recipe with a target size to a scheme for every layer."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from quantkit.allocation.knapsack import choose
+from quantkit.allocation.sensitivity import Sensitivity, measure_sensitivity
+from quantkit.allocation.units import Unit, find_units
+from quantkit.calibration.dataset import CalibrationSet
+from quantkit.errors import RecipeError
+from quantkit.plan import Plan, make_plan
+from quantkit.plan_schemes import overridden
+from quantkit.recipe import Quantization, Recipe
+from quantkit.scheme import GROUP_SIZES, PER_CHANNEL, QuantScheme
+
+NUM_WINDOWS = 96
+WINDOW_TOKENS = 128
+MIN_TOKENS = 16  # of a window
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """A scheme for every layer, and why.
+
+    Attributes:
+        schemes: layer name -> scheme.
+        table: one row a unit: its candidates with estimated KL, its standard error, bytes, and which was chosen.
+        predicted_kl: sum of the chosen candidates' KL in nats a token, as if errors did not interact.
+        bits: mean stored bits of a quantized weight.
+    """
+
+    schemes: dict[str, QuantScheme]
+    table: list[dict[str, Any]]
+    predicted_kl: float
+    bits: float
+
+    def to_record(self) -> dict[str, Any]:
+        """For quantkit.json."""
+        return {"bits": self.bits, "predicted_kl": self.predicted_kl, "units": self.table}
+
+
+def allocate(plan: Plan, recipe: Recipe, calibration: CalibrationSet, progress: Progress) -> Allocation:
+    """Choose schemes for the recipe's target.
+
+    Args:
+        plan: by the recipe's own scheme; its model has no weights in memory.
+        recipe: with a target.
+        calibration: windows on which sensitivities are measured.
+        progress: is called with (stage, done, total).
+
+    Raises:
+        RecipeError: a unit for which no candidate is legal.
+        QuantizationError: the target is too small for every allocation.
+    """
+    quantization = recipe.require_quantization()
+    fixed = overridden(quantization, plan.schemes)
+    units = find_units(plan, [layer for layer in plan.layers if layer.name not in fixed])
+    if not units:
+        raise RecipeError("quantization.overrides decide every layer, and the target has nothing to choose")
+    legal = {unit.name: _legal(plan, unit, quantization) for unit in units}
+    sizes = _sizes(plan, recipe, units, legal)
+    budget = _budget(plan, quantization, units)
+    windows = choose_windows(calibration)
+    table = measure_sensitivity(
+        plan, units, legal, windows, progress, recipe.calibration.seed if recipe.calibration else 0
+    )
+    rows = [sizes[unit.name] for unit in units]
+    chosen = choose([entry.kl for entry in table], rows, budget)
+    schemes = dict(plan.schemes)
+    for unit, number in zip(units, chosen, strict=True):
+        schemes |= dict.fromkeys(unit.layers, legal[unit.name][number])
+    final = make_plan(recipe, plan.source, schemes=schemes)
+    predicted = sum(entry.kl[number] for entry, number in zip(table, chosen, strict=True))
+    described = [_describe(entry, legal, row, number) for entry, row, number in zip(table, rows, chosen, strict=True)]
+    return Allocation(schemes, described, predicted, final.bits_per_weight)
+
+
+def _legal(plan: Plan, unit: Unit, quantization: Quantization) -> list[QuantScheme]:
+    """The candidates whose groups divide every layer of a unit, each scheme once."""
+    columns = [layer.shape[1] for layer in plan.layers if layer.name in unit.layers]
+    found: list[QuantScheme] = []
+    for scheme in _candidates(quantization):
+        divides = scheme.group_size == PER_CHANNEL or all(size % scheme.group_size == 0 for size in columns)
+        if divides and scheme not in found:
+            found.append(scheme)
+    if not found:
+        raise RecipeError(
+            f"quantization.candidates: no group size divides the {columns[0]} input columns of {unit.name}"
+        )
+    return found
+
+
+def _candidates(quantization: Quantization) -> list[QuantScheme]:
+    """The recipe's candidates; else its scheme at every group size, and 8 bits."""
+    if quantization.candidates is None:
+        base = quantization.scheme(PER_CHANNEL)
+        sized = [QuantScheme(base.num_bits, size, base.symmetric) for size in GROUP_SIZES]
+        return [*sized, QuantScheme(8, PER_CHANNEL, base.symmetric)]
+    schemes = []
+    for candidate in quantization.candidates:
+        sizes = GROUP_SIZES if candidate.group_size == "auto" else (candidate.group_size,)
+        schemes += [candidate.scheme(size) for size in sizes]
+    return schemes
+
+
+def _sizes(
+    plan: Plan, recipe: Recipe, units: Sequence[Unit], legal: Mapping[str, Sequence[QuantScheme]]
+) -> dict[str, list[int]]:
+    """Bytes of every unit under each of its candidates, in the first output's format."""
+    found: dict[tuple[str, QuantScheme], int] = {}
+    for scheme in dict.fromkeys(scheme for schemes in legal.values() for scheme in schemes):
+        takers = [unit for unit in units if scheme in legal[unit.name]]
+        schemes = dict(plan.schemes) | {name: scheme for unit in takers for name in unit.layers}
+        planned = {layer.name: layer.bytes_after for layer in make_plan(recipe, plan.source, schemes=schemes).layers}
+        found |= {(unit.name, scheme): sum(planned[name] for name in unit.layers) for unit in takers}
+    return {unit.name: [found[unit.name, scheme] for scheme in legal[unit.name]] for unit in units}
+
+
+def _budget(plan: Plan, quantization: Quantization, units: Sequence[Unit]) -> int:
+    """Bytes that the units may take together."""
+    allocated = {name for unit in units for name in unit.layers}
+    of_units = sum(layer.bytes_after for layer in plan.layers if layer.name in allocated)
+    if quantization.target_bytes is not None:
+        return quantization.target_bytes - (plan.bytes_after - of_units)
+    assert quantization.target_bits is not None, "a target is set"
+    weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
+    fixed = sum(layer.bytes_after for layer in plan.layers) - of_units
+    return int(quantization.target_bits * weights / 8) - fixed
+
+
+def choose_windows(calibration: CalibrationSet) -> list[Tensor]:
+    """Pieces of calibration windows, evenly taken, each [T] int64 with at most ``WINDOW_TOKENS``."""
+    pieces = []
+    for ids, length in zip(calibration.token_ids, calibration.lengths.tolist(), strict=True):
+        for start in range(0, length, WINDOW_TOKENS):
+            piece = ids[start : min(start + WINDOW_TOKENS, length)]
+            if len(piece) >= MIN_TOKENS:
+                pieces.append(piece)
+    count = min(NUM_WINDOWS, len(pieces))
+    return [pieces[number * len(pieces) // count] for number in range(count)]
+
+
+def _describe(
+    entry: Sensitivity, legal: Mapping[str, Sequence[QuantScheme]], sizes: Sequence[int], chosen: int
+) -> dict[str, Any]:
+    schemes = legal[entry.unit.name]
+    candidates = [
+        {"scheme": str(scheme), "kl": kl, "standard_error": error, "bytes": size}
+        for scheme, kl, error, size in zip(schemes, entry.kl, entry.standard_error, sizes, strict=True)
+    ]
+    return {"unit": entry.unit.name, "chosen": str(schemes[chosen]), "candidates": candidates}

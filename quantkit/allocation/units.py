@@ -1,0 +1,58 @@
+"""Layers that get their scheme together, because engines join them into one matrix."""
+
+from dataclasses import dataclass
+
+from quantkit.architectures import ARCHITECTURES
+from quantkit.plan import LayerPlan, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Layers of one decoder block that share a scheme.
+
+    Attributes:
+        name: of its first layer; a unit of several is called after all of them, such as ``...self_attn.q+k+v_proj``.
+        layers: names in the model.
+        num_weights: of all its layers.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    num_weights: int
+
+
+def find_units(plan: Plan, layers: list[LayerPlan]) -> list[Unit]:
+    """The units of some layers, in the order of the model.
+
+    Args:
+        plan: of the model.
+        layers: those to allocate; a unit that engines fuse is among them as a whole, which the plan has checked.
+    """
+    facts = ARCHITECTURES.get(plan.source.config.model_type)
+    fused = facts.fused_units if facts else ()
+    by_name = {layer.name: layer for layer in layers}
+    units: list[Unit] = []
+    taken: set[str] = set()
+    for layer in layers:
+        if layer.name in taken:
+            continue
+        prefix = f"{plan.decoder.name}.{layer.block}."
+        members: tuple[str, ...] = (layer.name,)
+        for parts in fused:
+            names = tuple(f"{prefix}{part}" for part in parts if f"{prefix}{part}" in by_name)
+            if layer.name in names:
+                members = names
+        taken.update(members)
+        weights = sum(by_name[name].shape[0] * by_name[name].shape[1] for name in members)
+        units.append(Unit(_unit_name(members), members, weights))
+    return units
+
+
+def _unit_name(members: tuple[str, ...]) -> str:
+    """One name for several layers: what differs, joined by +."""
+    if len(members) == 1:
+        return members[0]
+    parent, _, _ = members[0].rpartition(".")
+    leaves = [name.rpartition(".")[2] for name in members]
+    ending = "_proj" if all(leaf.endswith("_proj") for leaf in leaves) else ""
+    return f"{parent}.{'+'.join(leaf.removesuffix(ending) for leaf in leaves)}{ending}"

@@ -1,0 +1,185 @@
+"""Allocation of bits: the estimate against a measured KL, the knapsack against all combinations, the checkpoint."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from quantkit.allocation.allocate import allocate
+from quantkit.allocation.knapsack import choose
+from quantkit.allocation.sensitivity import measure_sensitivity, rounding_error
+from quantkit.allocation.units import find_units
+from quantkit.calibration.dataset import build_calibration
+from quantkit.errors import QuantizationError, RecipeError
+from quantkit.pipeline import quantize_model
+from quantkit.plan import make_plan
+from quantkit.recipe import Recipe, parse_recipe
+from quantkit.scheme import QuantScheme
+from quantkit.verify import verify_checkpoint
+
+TEMPLATE = """\
+version: 1
+model: {model}
+calibration: {{sources: [{{kind: text, path: {corpus}}}], num_tokens: 2048, window_tokens: 64}}
+quantization:
+  scheme: W4A16
+  algorithm: {{name: rtn}}
+  {more}
+outputs: [{{format: compressed-tensors, path: {output}}}]
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("corpus") / "corpus.txt"
+    words = ["river", "stone", "window", "yellow", "seven", "quiet", "morning", "letter", "market", "garden"]
+    path.write_text(" ".join(" ".join(words[(i * 7 + j * j) % 10] for j in range(9)) + "." for i in range(400)))
+    return path
+
+
+@pytest.fixture
+def make_recipe(corpus: Path, tmp_path: Path) -> Callable[..., Recipe]:
+    def make(model: Path, more: str = "target_bits: 5.5") -> Recipe:
+        return parse_recipe(TEMPLATE.format(model=model, corpus=corpus, more=more, output=tmp_path / "out"))
+
+    return make
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_knapsack_finds_what_trying_everything_finds(seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    costs = torch.rand(5, 3, generator=generator).tolist()
+    sizes = torch.randint(1, 50, (5, 3), generator=generator).tolist()
+    budget = int(sum(min(row) for row in sizes) * 1.6)
+    everything = itertools.product(range(3), repeat=5)
+
+    def of(table: list[list[Any]], numbers: tuple[int, ...]) -> Any:
+        return sum(row[number] for row, number in zip(table, numbers, strict=True))
+
+    best = min(of(costs, numbers) for numbers in everything if of(sizes, numbers) <= budget)
+    chosen = tuple(choose(costs, sizes, budget))
+    assert of(sizes, chosen) <= budget
+    assert of(costs, chosen) == pytest.approx(best, rel=1e-3)
+
+
+def test_a_budget_below_the_smallest_is_an_error_with_both_numbers() -> None:
+    with pytest.raises(QuantizationError, match="take 30 bytes and the target allows 29"):
+        choose([[1.0, 0.5], [1.0, 0.5]], [[10, 20], [20, 30]], 29)
+
+
+@torch.no_grad()
+def _measured_kl(model: Any, changes: dict[str, Tensor], windows: list[Tensor]) -> float:
+    """Mean KL in nats when the given changes are added to the weights."""
+    before = [model(ids[None]).logits[0].log_softmax(-1) for ids in windows]
+    for name, change in changes.items():
+        model.get_submodule(name).weight += change
+    after = [model(ids[None]).logits[0].log_softmax(-1) for ids in windows]
+    for name, change in changes.items():
+        model.get_submodule(name).weight -= change
+    pairs = zip(before, after, strict=True)
+    return float(torch.cat([(old.exp() * (old - new)).sum(-1) for old, new in pairs]).mean())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_estimate_is_the_measured_kl_of_small_errors(
+    family: str, tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]
+) -> None:
+    folder = tiny_models(family)
+    recipe = make_recipe(folder)
+    plan = make_plan(recipe)
+    assert recipe.calibration is not None
+    windows = list(build_calibration(recipe.calibration, plan.source).token_ids)[:64]
+    units = find_units(plan, list(plan.layers))
+    eight = QuantScheme(8, -1)  # small errors: the estimate is the second order of the KL
+    table = measure_sensitivity(plan, units, {unit.name: [eight] for unit in units}, windows, lambda *_: None)
+    assert next(plan.model.parameters()).is_meta
+    reader = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    for entry in table[::3]:
+        changes = {}
+        for name in entry.unit.layers:
+            weight = reader.get_submodule(name).weight.detach()
+            changes[name] = rounding_error(weight, torch.ones(weight.shape[1]), eight, torch.float32)
+        measured = _measured_kl(reader, changes, windows)
+        assert entry.kl[0] == pytest.approx(measured, abs=5 * entry.standard_error[0] + 0.1 * measured)
+        assert entry.standard_error[0] < 0.6 * entry.kl[0]
+
+
+def test_units_are_what_engines_fuse(tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]) -> None:
+    plan = make_plan(make_recipe(tiny_models("llama")))
+    names = [unit.name for unit in find_units(plan, plan.in_block(0))]
+    assert names == [
+        "model.layers.0.self_attn.q+k+v_proj",
+        "model.layers.0.self_attn.o_proj",
+        "model.layers.0.mlp.gate+up_proj",
+        "model.layers.0.mlp.down_proj",
+    ]
+
+
+@pytest.mark.parametrize("target", [4.6, 5.5, 7.0])
+def test_the_target_is_met_and_a_larger_one_costs_less(
+    target: float, tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]
+) -> None:
+    recipe = make_recipe(tiny_models("llama"), f"target_bits: {target}")
+    plan = make_plan(recipe)
+    assert recipe.calibration is not None
+    calibration = build_calibration(recipe.calibration, plan.source)
+    found = allocate(plan, recipe, calibration, lambda *_: None)
+    assert target - 0.6 < found.bits <= target
+    assert found.bits == pytest.approx(make_plan(recipe, schemes=found.schemes).bits_per_weight)
+    rows = {row["unit"]: row for row in found.table}
+    taken = [c["kl"] for row in rows.values() for c in row["candidates"] if c["scheme"] == row["chosen"]]
+    assert found.predicted_kl == pytest.approx(sum(taken))
+    cheapest = sum(min(row["candidates"], key=lambda c: c["bytes"])["kl"] for row in rows.values())
+    assert found.predicted_kl < cheapest
+
+
+def test_a_checkpoint_of_mixed_schemes_is_written_and_explains_itself(
+    tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    more = "target_bits: 6\n  overrides: [{match: '.*layers.0.mlp.down_proj', scheme: W8A16}]"
+    quantize_model(make_recipe(tiny_models("llama"), more))
+    verify_checkpoint(tmp_path / "out").raise_for_failure()
+    manifest = json.loads((tmp_path / "out" / "quantkit.json").read_text())
+    allocation = manifest["allocation"]
+    assert allocation["bits"] <= 6
+    assert len({layer["num_bits"] for layer in manifest["layers"]}) == 2
+    assert "model.layers.0.mlp.down_proj" not in {row["unit"] for row in allocation["units"]}
+    chosen = {row["unit"]: row["chosen"] for row in allocation["units"]}
+    for layer in manifest["layers"]:
+        if layer["name"] in chosen:
+            assert layer["scheme"] == chosen[layer["name"]]
+
+
+def test_target_bytes_counts_the_whole_checkpoint(
+    tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]
+) -> None:
+    folder = tiny_models("llama")
+    uniform = make_plan(make_recipe(folder)).bytes_after
+    recipe = make_recipe(folder, f"target_bytes: {uniform + 4000}")
+    plan = make_plan(recipe)
+    assert recipe.calibration is not None
+    found = allocate(plan, recipe, build_calibration(recipe.calibration, plan.source), lambda *_: None)
+    size = make_plan(recipe, schemes=found.schemes).bytes_after
+    assert uniform < size <= uniform + 4000
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ("target_bits: 4.5\n  target_bytes: 100", "target_bits or target_bytes, not both"),
+        ("candidates: [{scheme: W4A16}, {scheme: W8A16}]", "give target_bits or target_bytes"),
+        ("target_bits: 0", "target_bits"),
+        ("target_bits: 5\n  candidates: [{scheme: W8A8}, {scheme: W4A16}]", "16-bit inputs"),
+        ("target_bits: 5\n  candidates: [{scheme: W4A16}]", "at least two"),
+        ("target_bits: 5\n  candidates: [{scheem: W4A16}, {scheme: W8A16}]", "scheem.*did you mean 'scheme'"),
+    ],
+)
+def test_wrong_targets_are_one_clear_line(more: str, message: str, make_recipe: Callable[..., Recipe]) -> None:
+    with pytest.raises(RecipeError, match=message):
+        make_recipe(Path("m"), more)
