@@ -156,7 +156,7 @@ def gptq(
     solved = problem.solve(problem.search(chosen.grid, diagonal, factor, scale_dtype), factor)
     if chosen.scale_refit:
         solved = problem.refit(solved)
-    fallbacks = ()
+    fallbacks: tuple[str, ...] = ()
     if damp_fraction not in options.damp_fraction:
         asked = ", ".join(f"{fraction:g}" for fraction in options.damp_fraction)
         fallbacks = (f"damp_fraction raised from {asked} to {damp_fraction:g}",)
