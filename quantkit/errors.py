@@ -48,3 +48,7 @@ class CheckpointError(QuantkitError):
 
 class EngineError(QuantkitError):
     """A request that the engine refuses, or one that failed."""
+
+
+class QueueFullError(EngineError):
+    """A request that the engine refuses because too many wait already."""

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from quantkit.checkpoint_folder import put_back_replaced, replaced_folder, working_folder
 from quantkit.errors import CheckpointError
-from quantkit.recipe import DatasetSource, Recipe, SelfGeneratedSource
+from quantkit.recipe import DatasetSource, Recipe, SelfGeneratedSource, StructuredChatSource
 from quantkit.recipe.gates import FileSuite
 from quantkit.source import ModelSource
 from quantkit_eval.records import check_writable
@@ -87,6 +87,8 @@ def _reads(recipe: Recipe, source: ModelSource) -> Iterator[tuple[str, Path]]:
     if recipe.path is not None:
         yield "the recipe", recipe.path
     for entry in (recipe.calibration.sources if recipe.calibration else None) or ():
+        if isinstance(entry, StructuredChatSource):
+            continue
         if isinstance(entry, DatasetSource):
             text = entry.name
         else:

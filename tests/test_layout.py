@@ -41,11 +41,13 @@ ALLOWED = {
     "quantkit": {
         *PACKAGES,
         *("torch", "transformers", "accelerate", "compressed_tensors", "gguf", "safetensors", "huggingface_hub"),
-        *("greenlet", "numpy", "pydantic", "pydantic_core", "yaml", "jinja2", "markupsafe", "click", "rich"),
+        *("greenlet", "numpy", "scipy", "pydantic", "pydantic_core", "yaml", "jinja2", "markupsafe", "click", "rich"),
+        *("jsonschema", "referencing"),
         "datasets",  # an extra; imported where a recipe names a dataset
+        *("fastapi", "starlette", "uvicorn", "llguidance"),  # the extra serve; the first two at the top of serve/http
     },
 }
-OPTIONAL = {"datasets", "triton"}  # may only be imported inside a function
+OPTIONAL = {"datasets", "triton", "uvicorn", "llguidance"}  # may only be imported inside a function
 
 
 def imports(file: Path) -> Iterator[tuple[str, bool]]:
@@ -117,7 +119,12 @@ def test_every_allowed_package_is_declared() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     lines = [*project["dependencies"], *(line for extra in project["optional-dependencies"].values() for line in extra)]
     declared = {re.split(r"[<>=!~;\[ ]", line)[0].lower().replace("-", "_") for line in lines}
-    spelled = {"yaml": "pyyaml", "pydantic_core": "pydantic", "markupsafe": "jinja2"}  # who declares it
+    spelled = {
+        "yaml": "pyyaml",
+        "pydantic_core": "pydantic",
+        "markupsafe": "jinja2",
+        "starlette": "fastapi",
+    }  # who declares it
     wanted = {spelled.get(name, name) for allowed in ALLOWED.values() for name in allowed if name not in PACKAGES}
     assert wanted - declared == set()
 

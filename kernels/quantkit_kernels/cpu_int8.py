@@ -1,8 +1,9 @@
-"""CPU bodies of w8a16_gemm and w8a8_gemm: the codes stay 8 bits wide in memory.
+"""CPU bodies of w8a16_gemm and w8a8_gemm.
 
-Few bfloat16 rows go to aten's int8 kernel, which widens the codes in registers. For more rows the codes are widened a
-piece at a time, small enough to stay in the caches, and multiplied in float32. With 8-bit inputs both factors are whole
-numbers: where the CPU multiplies those (VNNI) torch does it, else their float32 product is exact up to 2**24.
+With 16-bit inputs the codes stay 8 bits wide in memory. Few bfloat16 rows go to aten's int8 kernel, which widens the
+codes in registers; for more rows they are widened a piece at a time, small enough to stay in the caches, and multiplied
+in float32. With 8-bit inputs both factors are whole numbers. Where the CPU multiplies those (VNNI) torch does it; else
+the codes are kept as float16, which holds them exactly, for a float32 product that is exact up to 2**24.
 """
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.cpu_capability import has_int8_matmul
+from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
 
 MAX_INT8_ROWS = 16  # most rows for which aten's kernel is the faster one; `python -m quantkit_kernels.crossover`
 PIECE_ELEMENTS = 1 << 18  # codes widened at a time
@@ -89,13 +91,16 @@ class CpuW8A16:
         return sum(tensor.nbytes for tensor in kept if tensor is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., N] product of the activations, [..., K] in ``dtype``, with the weight."""
+        """[..., N] product of the activations, [..., K] in ``dtype`` or float32, with the weight; in their type.
+
+        float32 activations are rounded to ``dtype`` for the int8 kernel.
+        """
         out_features, in_features = self._codes.shape
-        if x.dtype != self.dtype or x.shape[-1] != in_features:
+        if x.dtype not in (self.dtype, torch.float32) or x.shape[-1] != in_features:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}, allowed is {self.dtype} [..., {in_features}]")
         rows = x.reshape(-1, in_features)
         if self._row_scale is not None and rows.shape[0] <= MAX_INT8_ROWS:
-            product = _multiply_int8(rows.contiguous(), self._codes, self._row_scale)
+            product = _multiply_int8(rows.to(self.dtype).contiguous(), self._codes, self._row_scale).to(x.dtype)
         else:
             product = widened_product(rows.float(), self._codes, self._scale, self._zero_point).to(x.dtype)
         return product.view(*x.shape[:-1], out_features)
@@ -105,44 +110,72 @@ class CpuW8A8:
     """An 8-bit weight for inputs that are quantized to 8 bits on the way; calling it multiplies.
 
     Args:
-        codes: [N, K] int8; kept as it is.
+        codes: [N, K] int8.
         scale: [N, 1] floating.
         dtype: of the activations: bfloat16 or float32.
         input_scale: [1] of static inputs, or None.
+        bias: [N] floating or None.
 
     Precision: the sum of whole numbers is exact with VNNI; without, it is a float32 sum, exact up to 2**24, which no
-    sum of up to 1,024 columns exceeds. Few bfloat16 rows are rounded to bfloat16 once more, before the input's scale.
+    sum of up to 1,024 columns exceeds. The scales are applied in float32, and the product rounded once.
 
     Raises:
         ValueError: what `cpu_int8_blocker` says, or shapes that do not fit.
     """
 
-    def __init__(self, codes: Tensor, scale: Tensor, dtype: torch.dtype, input_scale: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        codes: Tensor,
+        scale: Tensor,
+        dtype: torch.dtype,
+        input_scale: Tensor | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
         reference.check_int8(codes, scale, PER_CHANNEL)
+        reference.check_bias(bias, codes.shape[0])
         blocker = cpu_int8_blocker(codes, dtype)
         if blocker is not None:
             raise ValueError(blocker)
-        self.dtype, self.input_scale = dtype, input_scale
-        self.body = "cpu int8 whole numbers" if has_int8_matmul() else "cpu int8 widened"
-        self._codes, self._scale = codes.contiguous(), scale.float()
-        self._ones = torch.ones(codes.shape[0], dtype=torch.bfloat16) if dtype == torch.bfloat16 else None
+        self.dtype = dtype
+        self.out_features, self.in_features = codes.shape
+        self._scale = scale.float().t().contiguous()
+        self._input_scale = None if input_scale is None else input_scale.float()
+        self._bias = None if bias is None else bias.float()
+        self._codes: Tensor | None = None
+        self._half: CpuHalf | None = None
+        if not has_int8_matmul() and codes.any() and cpu_half_blocker(codes) is None:
+            self._half, self.body = CpuHalf(codes), "cpu int8 as float16"
+        else:
+            self._codes = codes.contiguous()
+            self.body = "cpu int8 whole numbers" if has_int8_matmul() else "cpu int8 widened"
 
     @property
     def nbytes(self) -> int:
         """Bytes that this weight keeps in memory."""
-        return self._codes.nbytes + self._scale.nbytes + (0 if self._ones is None else self._ones.nbytes)
+        return self._scale.nbytes + sum(kept.nbytes for kept in (self._codes, self._half) if kept is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., N] product of the activations, [..., K] in ``dtype``, with the weight."""
-        out_features, in_features = self._codes.shape
-        if x.dtype != self.dtype or x.shape[-1] != in_features:
-            raise ValueError(f"x is {x.dtype} {list(x.shape)}, allowed is {self.dtype} [..., {in_features}]")
-        rows, row_scale = reference.quantize_input(x.reshape(-1, in_features), self.input_scale)
-        if has_int8_matmul():
-            product = torch._int_mm(rows.to(torch.int8), self._codes.t()).float().mul_(self._scale.t())
-        elif self._ones is not None and rows.shape[0] <= MAX_INT8_ROWS:
-            sums = _multiply_int8(rows.to(torch.bfloat16), self._codes, self._ones)  # whole numbers to 128 are exact
-            product = sums.float().mul_(self._scale.t())
+        """[..., N] product of the activations, [..., K] in ``dtype`` or float32, with the weight; in their type."""
+        if x.dtype not in (self.dtype, torch.float32) or x.shape[-1] != self.in_features:
+            raise ValueError(f"x is {x.dtype} {list(x.shape)}, allowed is {self.dtype} [..., {self.in_features}]")
+        rows, row_scale = self._quantized(x.reshape(-1, self.in_features).float())
+        if self._half is not None:
+            product = self._half(rows)
+        elif has_int8_matmul():
+            assert self._codes is not None, "kept unless there is a float16 form"
+            product = torch._int_mm(rows.to(torch.int8), self._codes.t()).float()
         else:
-            product = widened_product(rows, self._codes, self._scale)
-        return product.mul_(row_scale).to(x.dtype).view(*x.shape[:-1], out_features)
+            assert self._codes is not None, "kept unless there is a float16 form"
+            product = widened_product(rows, self._codes, torch.ones(self.out_features, 1))
+        product.mul_(row_scale).mul_(self._scale)
+        if self._bias is not None:
+            product.add_(self._bias)
+        return product.to(x.dtype).view(*x.shape[:-1], self.out_features)
+
+    def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """As `reference.quantize_input`, in fewer calls: a token of zeros has zeros for codes with any scale."""
+        if self._input_scale is not None:
+            return (rows / self._input_scale).round_().clamp_(-128, 127), self._input_scale
+        largest = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, keepdim=True)
+        scale = largest.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
+        return (rows / scale).round_(), scale

@@ -134,22 +134,26 @@ class CpuW4A16:
         return self._packed.nbytes + self._scale_and_zero.nbytes + sum(by_run)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """[..., N] product of the activations, [..., K] in ``dtype``, with the weight."""
-        if x.dtype != self.dtype or x.shape[-1] != self.in_features:
+        """[..., N] product of the activations, [..., K] in ``dtype`` or float32, with the weight; in their type.
+
+        float32 activations are rounded to ``dtype`` for the int4 kernel.
+        """
+        if x.dtype not in (self.dtype, torch.float32) or x.shape[-1] != self.in_features:
             raise ValueError(f"x is {x.dtype} {list(x.shape)}, allowed is {self.dtype} [..., {self.in_features}]")
         rows = x.reshape(-1, self.in_features)
         product = self._int4_product(rows) if rows.shape[0] <= self.max_int4_rows else self._dense_product(rows)
         return product.view(*x.shape[:-1], self.out_features)
 
     def _int4_product(self, rows: Tensor) -> Tensor:
-        product: Tensor = _multiply_int4(rows.contiguous(), self._packed, self.group_size, self._scale_and_zero)
-        return product
+        narrow = rows.to(self.dtype).contiguous()
+        product: Tensor = _multiply_int4(narrow, self._packed, self.group_size, self._scale_and_zero)
+        return product.to(rows.dtype)
 
     def _dense_product(self, rows: Tensor) -> Tensor:
-        product = torch.empty(rows.shape[0], self.out_features, dtype=self.dtype)
+        product = torch.empty(rows.shape[0], self.out_features, dtype=rows.dtype)
         dense_rows = rows.to(self.dense_dtype)
         for columns, weight in self._pieces():
-            product[:, columns] = (dense_rows @ weight).to(self.dtype)
+            product[:, columns] = (dense_rows @ weight).to(rows.dtype)
         return product
 
     def _pieces(self) -> Iterator[tuple[slice | Tensor, Tensor]]:

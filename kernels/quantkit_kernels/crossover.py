@@ -1,4 +1,6 @@
-"""Measure on this machine where the CPU bodies cross over: ``python -m quantkit_kernels.crossover``.
+"""Measure on this machine where one body overtakes another: ``python -m quantkit_kernels.crossover``.
+
+With a GPU its entry in ``crossover.json`` is measured and written (`gpu_crossover`); otherwise the CPU bodies are.
 
 Prints microseconds of CPU time for each shape and number of rows, as JSON lines, for one thread; the constants
 `cpu_w4a16.MAX_INT4_ROWS`, `cpu_int8.MAX_INT8_ROWS` and `cpu_linear.MIN_WIDENED_ROWS` come from it. CPU time instead of
@@ -8,11 +10,13 @@ wall time, so that other processes on the machine disturb it less.
 import json
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 
 import torch
 import torch.nn.functional as F
 
 from quantkit_kernels.cpu_capability import describe_cpu
+from quantkit_kernels.cpu_half import CpuHalf
 from quantkit_kernels.cpu_int8 import widened_product
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_w4a16 import CpuW4A16
@@ -41,6 +45,7 @@ def measure(out_features: int, in_features: int) -> list[dict[str, object]]:
     scale = torch.rand(out_features, in_features // GROUP_SIZE).to(dtype)
     packed = CpuW4A16(words, scale, GROUP_SIZE, dtype)
     weight = torch.randn(out_features, in_features, dtype=dtype)
+    half = CpuHalf(weight)
     codes = torch.randint(-128, 128, (out_features, in_features), dtype=torch.int8)
     row_scale = torch.rand(out_features, 1).to(dtype)
     records: list[dict[str, object]] = []
@@ -54,6 +59,7 @@ def measure(out_features: int, in_features: int) -> list[dict[str, object]]:
             "int_mm": lambda x=x: torch._int_mm(x.to(torch.int8), codes.t()),  # type: ignore[misc]
             "bfloat16": lambda x=x: F.linear(x, weight),  # type: ignore[misc]
             "widened": lambda x=x: widened_linear(x, weight),  # type: ignore[misc]
+            "float16": lambda x=x: half(x),  # type: ignore[misc]
         }
         times = {f"{name}_us": round(cpu_microseconds(body), 1) for name, body in bodies.items()}
         records.append({"n": out_features, "k": in_features, "rows": rows, **times})
@@ -61,7 +67,16 @@ def measure(out_features: int, in_features: int) -> list[dict[str, object]]:
 
 
 def main() -> None:
-    """Print the machine and the table."""
+    """Print the machine and the table; with a GPU print its entry and keep it."""
+    if torch.cuda.is_available():
+        from quantkit_kernels.crossover_table import TABLE, write_crossover
+        from quantkit_kernels.gpu_crossover import measure_crossover
+
+        name = torch.cuda.get_device_name(0)
+        entry = measure_crossover(torch.device("cuda", 0))
+        write_crossover(name, entry)
+        print(json.dumps({"device": name, "written_to": str(TABLE), **asdict(entry)}))
+        return
     torch.set_num_threads(1)
     print(json.dumps({"cpu": describe_cpu(), "torch": torch.__version__}))
     for out_features, in_features in SHAPES:

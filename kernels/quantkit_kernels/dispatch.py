@@ -4,6 +4,7 @@ A choice is made from what is known before the call (device, dtype, CPU), so tha
 falls back in silence: a body that cannot run says why, and the reason travels with the choice.
 """
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,9 +16,12 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.cpu_capability import describe_cpu, has_bfloat16_matmul, has_int8_matmul
+from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
 from quantkit_kernels.cpu_int8 import CpuW8A8, CpuW8A16, cpu_int8_blocker
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_w4a16 import CpuW4A16, cpu_w4a16_blocker
+from quantkit_kernels.crossover_table import crossover
+from quantkit_kernels.w4a16_layout import w4a16_blocker, w8a16_blocker
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +55,40 @@ def triton_blocker(device: torch.device) -> str | None:
     return None
 
 
+TRITON_MODULES = {
+    "apply_token_bitmask": "triton_sampling",
+    "gelu_mul": "triton_activation",
+    "gptq_columns": "triton_calibration",
+    "hessian_accumulate": "triton_calibration",
+    "paged_attention": "triton_paged_attention",
+    "quantize_per_token": "triton_quantize",
+    "rms_norm": "triton_norm",
+    "rms_norm_quantize": "triton_quantize",
+    "rotary_embedding": "triton_rotary",
+    "sample_tokens": "triton_sampling",
+    "silu_mul": "triton_activation",
+    "silu_mul_quantize": "triton_quantize",
+    "store_kv_cache": "triton_store_kv_cache",
+}
+CPU_MODULES = {
+    "gelu_mul": "cpu_activation",
+    "rms_norm": "cpu_norm",
+    "rotary_embedding": "cpu_rotary",
+    "silu_mul": "cpu_activation",
+}
+
+
 @cache
-def choose_store_kv_cache(device: torch.device) -> Choice:
-    """The body of store_kv_cache for tensors on ``device``."""
+def choose(operation: str, device: torch.device) -> Choice:
+    """The body of an operation that has one in Triton beside the reference, for tensors on ``device``."""
+    if device.type == "cpu" and operation in CPU_MODULES:
+        module = importlib.import_module(f"quantkit_kernels.{CPU_MODULES[operation]}")
+        return Choice(operation, "cpu", f"tensors are on {device}", getattr(module, operation))
     blocker = triton_blocker(device)
     if blocker is not None:
-        return Choice("store_kv_cache", "reference", blocker, reference.store_kv_cache)
-    from quantkit_kernels.triton_store_kv_cache import store_kv_cache
-
-    return Choice("store_kv_cache", "triton", f"tensors are on {device}", store_kv_cache)
+        return Choice(operation, "reference", blocker, getattr(reference, operation))
+    module = importlib.import_module(f"quantkit_kernels.{TRITON_MODULES[operation]}")
+    return Choice(operation, "triton", f"tensors are on {device}", getattr(module, operation))
 
 
 @cache
@@ -68,6 +97,47 @@ def choose_linear(device: torch.device, dtype: torch.dtype) -> Choice:
     if device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16_matmul():
         return Choice("linear", "cpu widened", f"torch.bfloat16 on a CPU with {describe_cpu()}", widened_linear)
     return Choice("linear", "aten", f"{dtype} on {device.type}", torch.nn.functional.linear)
+
+
+def activation_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
+    """The type in which a model of ``dtype`` should keep its activations: float32 where that is what is multiplied."""
+    is_widened = device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16_matmul()
+    return torch.float32 if is_widened else dtype
+
+
+class DenseWeight:
+    """A weight as it is, for repeated use; calling it multiplies as `choose_linear` says and adds the bias.
+
+    Args:
+        weight: [N, K] floating.
+        bias: [N] or None.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
+        self.weight, self.bias = weight, bias
+        choice = choose_linear(weight.device, weight.dtype)
+        self.body, self._function = choice.body, choice.function
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this weight keeps in memory."""
+        return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., N] product of the activations, [..., K], with the weight; in the type of x."""
+        product: Tensor = self._function(x.to(self.weight.dtype), self.weight, self.bias).to(x.dtype)
+        return product
+
+
+def choose_prepacked_linear(weight: Tensor) -> Choice:
+    """The body of linear for one dense weight; ``function(weight, bias)`` prepares it."""
+    choice = choose_linear(weight.device, weight.dtype)
+    if choice.function is not widened_linear:
+        return Choice("linear", choice.body, choice.reason, DenseWeight)
+    blocker = cpu_half_blocker(weight)
+    if blocker is not None:
+        return Choice("linear", choice.body, blocker, DenseWeight)
+    return Choice("linear", CpuHalf.body, choice.reason, CpuHalf)
 
 
 class ReferenceWeight:
@@ -93,11 +163,36 @@ class ReferenceWeight:
         return self._operation(x, *self._arguments)
 
 
+def _blocker(device: torch.device, of_triton: str | None, of_cpu: str | None) -> str | None:
+    """Why only the reference takes a weight on ``device``, from the reasons against each body; None if one takes it."""
+    no_triton = triton_blocker(device)
+    if no_triton is None:
+        return of_triton
+    return of_cpu if device.type == "cpu" else no_triton
+
+
 def choose_w4a16_gemm(weight_packed: Tensor, scale: Tensor, group_size: int, dtype: torch.dtype) -> Choice:
     """The body of w4a16_gemm for one weight; ``function(weight_packed, scale, group_size, zero_point)`` prepares it."""
-    blocker = cpu_w4a16_blocker(weight_packed, scale, group_size, dtype)
+    device = weight_packed.device
+    is_triton = triton_blocker(device) is None
+    in_features = weight_packed.shape[1] * reference.CODES_PER_WORD
+    blocker = _blocker(
+        device,
+        w4a16_blocker(in_features, group_size, dtype),
+        cpu_w4a16_blocker(weight_packed, scale, group_size, dtype),
+    )
     if blocker is not None:
         return Choice("w4a16_gemm", "reference", blocker, partial(ReferenceWeight, reference.w4a16_gemm))
+
+    if is_triton:
+        from quantkit_kernels.triton_w4a16 import TritonW4A16
+
+        def prepack_triton(words: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> TritonW4A16:
+            return TritonW4A16(words, scale, group_size, dtype, zero_point)
+
+        most = crossover(torch.cuda.get_device_name(device))
+        reason = f"up to {most.w4a16_packed_rows} rows; dequantized for more ({most.source})"
+        return Choice("w4a16_gemm", TritonW4A16.body, reason, prepack_triton)
 
     def prepack(weight_packed: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> CpuW4A16:
         return CpuW4A16(weight_packed, scale, group_size, dtype, zero_point)
@@ -105,11 +200,23 @@ def choose_w4a16_gemm(weight_packed: Tensor, scale: Tensor, group_size: int, dty
     return Choice("w4a16_gemm", CpuW4A16.body, f"{dtype} on a CPU with {describe_cpu()}", prepack)
 
 
-def choose_w8a16_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
+def choose_w8a16_gemm(codes: Tensor, dtype: torch.dtype, group_size: int = reference.PER_CHANNEL) -> Choice:
     """The body of w8a16_gemm for one weight; ``function(codes, scale, group_size, zero_point)`` prepares it."""
-    blocker = cpu_int8_blocker(codes, dtype)
+    device = codes.device
+    is_triton = triton_blocker(device) is None
+    blocker = _blocker(device, w8a16_blocker(group_size, dtype), cpu_int8_blocker(codes, dtype))
     if blocker is not None:
         return Choice("w8a16_gemm", "reference", blocker, partial(ReferenceWeight, reference.w8a16_gemm))
+
+    if is_triton:
+        from quantkit_kernels.triton_w8a16 import TritonW8A16
+
+        def prepack_triton(codes: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> TritonW8A16:
+            return TritonW8A16(codes, scale, group_size, dtype, zero_point)
+
+        most = crossover(torch.cuda.get_device_name(device))
+        reason = f"up to {most.w8a16_packed_rows} rows; dequantized for more ({most.source})"
+        return Choice("w8a16_gemm", TritonW8A16.body, reason, prepack_triton)
 
     def prepack(codes: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> CpuW8A16:
         return CpuW8A16(codes, scale, group_size, dtype, zero_point)
@@ -118,14 +225,21 @@ def choose_w8a16_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
 
 
 def choose_w8a8_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
-    """The body of w8a8_gemm for one weight; ``function(codes, scale, input_scale)`` prepares it."""
-    blocker = cpu_int8_blocker(codes, dtype)
+    """The body of w8a8_gemm for one weight; ``function(codes, scale, input_scale, bias)`` prepares it."""
+    if triton_blocker(codes.device) is None:
+        from quantkit_kernels.triton_w8a8 import TritonW8A8
+
+        def prepack_triton(codes: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None) -> TritonW8A8:
+            return TritonW8A8(codes, scale, dtype, input_scale, bias)
+
+        return Choice("w8a8_gemm", TritonW8A8.body, f"tensors are on {codes.device}", prepack_triton)
+    blocker = _blocker(codes.device, None, cpu_int8_blocker(codes, dtype))
     if blocker is not None:
         return Choice("w8a8_gemm", "reference", blocker, partial(ReferenceWeight, reference.w8a8_gemm))
 
-    def prepack(codes: Tensor, scale: Tensor, input_scale: Tensor | None) -> CpuW8A8:
-        return CpuW8A8(codes, scale, dtype, input_scale)
+    def prepack(codes: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None) -> CpuW8A8:
+        return CpuW8A8(codes, scale, dtype, input_scale, bias)
 
-    body = "cpu int8 whole numbers" if has_int8_matmul() else "cpu int8 widened"
+    body = "cpu int8 whole numbers" if has_int8_matmul() else "cpu int8 as float16"
     fast = "with" if has_int8_matmul() else "without"
     return Choice("w8a8_gemm", body, f"{dtype} on a CPU {fast} 8-bit matrix products (VNNI)", prepack)

@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ from torch import Tensor
 
 from quantkit.calibration.self_generated import Progress, generate_conversations
 from quantkit.calibration.sources import Document, read_documents
+from quantkit.calibration.structured_chat import generate_conversations as generate_structured_chat
 from quantkit.calibration.tokenize import DocumentTokenizer, TokenizedDocument
 from quantkit.errors import CalibrationError
-from quantkit.recipe import Calibration, DatasetSource, SelfGeneratedSource, TextSource
+from quantkit.recipe import Calibration, DatasetSource, SelfGeneratedSource, StructuredChatSource, TextSource
 from quantkit.recipe.calibration import Source, default_sources
 from quantkit.source import ModelSource
 
@@ -130,7 +131,10 @@ def draw_pieces(
         CalibrationError: it is missing, empty, malformed, or too short.
     """
     documents = _documents(source, model, num_tokens, calibration.seed + number, progress)
-    tokenized = [_tokenize(tokenizer, source, document) for document in documents]
+    if isinstance(source, StructuredChatSource):
+        tokenized = _tokenize_enough(tokenizer, source, documents, num_tokens, calibration.window_tokens)
+    else:
+        tokenized = [_tokenize(tokenizer, source, document) for document in documents]
     filled = [document for document in tokenized if document.token_ids]
     drawn, record = _draw(source, filled, num_tokens, calibration, at_most=at_most)
     return drawn, record | {"blank_documents": len(tokenized) - len(filled)}
@@ -138,10 +142,26 @@ def draw_pieces(
 
 def _documents(
     source: Source, model: ModelSource, num_tokens: int, seed: int, progress: Progress
-) -> Sequence[Document]:
+) -> Iterable[Document]:
+    if isinstance(source, StructuredChatSource):
+        return generate_structured_chat(num_tokens, seed)
     if isinstance(source, SelfGeneratedSource):
         return generate_conversations(source, model, num_tokens, seed, progress)
-    return list(read_documents(source))
+    return read_documents(source)
+
+
+def _tokenize_enough(
+    tokenizer: DocumentTokenizer, source: Source, documents: Iterable[Document], num_tokens: int, window: int
+) -> list[TokenizedDocument]:
+    """The first documents of an endless source that have ``num_tokens`` tokens left when they are cut or packed."""
+    tokenized: list[TokenizedDocument] = []
+    kept = 0
+    for document in documents:
+        tokenized.append(_tokenize(tokenizer, source, document))
+        kept += sum(len(piece.token_ids) for piece in _cut(tokenized[-1], window))
+        if kept >= num_tokens + MIN_PIECE_TOKENS:
+            break
+    return tokenized
 
 
 def _tokenize(tokenizer: DocumentTokenizer, source: Source, document: Document) -> TokenizedDocument:
@@ -161,8 +181,10 @@ def _draw(
     if not documents:
         raise CalibrationError(f"calibration source {label} holds no text", fix="Give it some, or drop it")
     whole = documents
+    is_ordered = not isinstance(source, StructuredChatSource)  # it is random as it comes: more begins with less
     if calibration.pack_documents:
-        rng.shuffle(documents)
+        if is_ordered:
+            rng.shuffle(documents)
         whole = [
             TokenizedDocument(
                 [token for document in documents for token in document.token_ids],
@@ -170,7 +192,7 @@ def _draw(
             )
         ]
     pieces = [piece for document in whole for piece in _cut(document, window)]
-    if not calibration.pack_documents:
+    if is_ordered and not calibration.pack_documents:
         rng.shuffle(pieces)
     total = sum(len(document.token_ids) for document in whole)
     available = sum(len(piece.token_ids) for piece in pieces)
@@ -223,6 +245,8 @@ def source_label(source: Source) -> str:
     """The source in a message: the dataset's name, or the file's name without the path to it."""
     if isinstance(source, DatasetSource):
         return source.name
+    if isinstance(source, StructuredChatSource):
+        return source.kind
     if isinstance(source, SelfGeneratedSource):
         return f"self_generated ({Path(source.seed_prompts).name})"
     return Path(source.path).name

@@ -93,11 +93,12 @@ class Device:
         memory_bytes: all of it.
         bytes_per_s: memory bandwidth by the data sheet, or measured.
         flops: dense operations a second by type of product: ``16-bit``, ``fp8``, ``int8``.
-        source: where the figures come from.
+        source: the document that states the figures, or how they were measured.
         measured: what was measured, by kind of product (``weight-only`` is one); taken as it is, without the shares.
         step_seconds: of a step, whatever it computes.
         layer_seconds: of a layer in a step.
         request_layer_seconds: of a layer for each request of a step.
+        is_confirmed: every figure was found in a copy of the document.
     """
 
     name: str
@@ -109,6 +110,7 @@ class Device:
     step_seconds: float = STEP_SECONDS
     layer_seconds: float = LAYER_SECONDS
     request_layer_seconds: float = 0.0
+    is_confirmed: bool = True
 
     def products(self, compute: str, *, weight_only: bool) -> ProductSpeed | None:
         """How fast a kind of product is here; None if the device does not have it."""
@@ -139,6 +141,7 @@ class Device:
             "layer_seconds": self.layer_seconds,
             "request_layer_seconds": self.request_layer_seconds,
             "source": self.source,
+            "confirmed": self.is_confirmed,
         }
 
 
@@ -153,6 +156,7 @@ def known_devices() -> dict[str, Device]:
             entry["bandwidth_gb_s"] * 1e9,
             {kind: value * 1e12 for kind, value in entry["tflops"].items()},
             entry["source"],
+            is_confirmed=entry.get("confirmed", True),
         )
         for name, entry in json.loads(text)["devices"].items()
     }

@@ -14,6 +14,7 @@ SLIDING = frozenset({"sliding_attention", "chunked_attention", "sliding", "local
 STATE = frozenset({"linear_attention", "mamba", "mamba2", "M", "conv", "recurrent"})
 BOTH = frozenset({"hybrid"})  # attention and a state in one layer
 NOTHING = frozenset({"-", "mlp", "moe", "E"})
+ALWAYS_HYBRID = frozenset({"falcon_h1"})
 ALWAYS_SLIDING = frozenset({"mistral", "mixtral", "phi3", "starcoder2", "ministral"})  # wherever a window is given
 
 # family -> (number of a layer, its fields) -> True if it slides
@@ -72,9 +73,16 @@ def _layer_types(fields: ConfigFields) -> list[str]:
     count = fields.num_layers
     given = fields.get("layer_types") or fields.get("layers_block_type") or fields.get("hybrid_override_pattern")
     if given is not None:
-        if not isinstance(given, list | str) or len(given) != count:
+        if not isinstance(given, list | str):
+            raise SourceError(f"{fields.where}: the kinds of its layers are {given!r}, which is no list")
+        if len(given) != count:
             raise SourceError(f"{fields.where} describes {len(given)} layers, num_hidden_layers is {count}")
         return [str(kind) for kind in given]
+    if fields.model_type in ALWAYS_HYBRID:
+        return ["hybrid"] * count
+    attends = fields.get("attn_layer_indices")
+    if isinstance(attends, list):  # Bamba
+        return ["attention" if i in attends else "mamba" for i in range(count)]
     interval = fields.optional("full_attention_interval")
     if interval:
         return ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(count)]
@@ -123,6 +131,8 @@ def _state_numbers(fields: ConfigFields) -> int:
         return convolved * fields.integer("linear_conv_kernel_dim", 4) + heads * value_dim * fields.integer(
             "linear_key_head_dim"
         )
+    if fields.get("conv_L_cache"):  # LFM2: a short convolution
+        return fields.integer("hidden_size") * fields.integer("conv_L_cache")
     size = fields.optional("mamba_d_state") or fields.optional("ssm_state_size")
     if size:
         kernel = fields.optional("mamba_d_conv") or fields.integer("conv_kernel", 4)

@@ -1,4 +1,4 @@
-"""The settings of a fit, ready to paste: vLLM's command, our engine's configuration, llama.cpp's for a .gguf."""
+"""The settings of a fit, ready to paste: the commands of vLLM, of our engine, and of llama.cpp for a .gguf."""
 
 from quantkit.capacity.fit import Demand, Fit
 from quantkit.capacity.kv_footprint import KV_DTYPES, QUANTKIT
@@ -23,7 +23,8 @@ def vllm_command(model: str, fit: Fit, demand: Demand, *, prefix_caching: bool) 
         parts.append(f"--tensor-parallel-size {fit.tp}")
     if kv_dtype.vllm != "auto":
         parts.append(f"--kv-cache-dtype {kv_dtype.vllm}")
-    parts.append("--enable-prefix-caching" if prefix_caching else "--no-enable-prefix-caching")
+    if prefix_caching:
+        parts.append("--enable-prefix-caching")
     return " ".join(parts)
 
 
@@ -36,19 +37,17 @@ def llama_command(fit: Fit) -> str | None:
     return f"llama-server -m MODEL-{scheme.gguf}.gguf -c {context} --parallel {fit.max_num_seqs} -ngl 999"
 
 
-def engine_settings(fit: Fit, demand: Demand) -> dict[str, int] | None:
-    """Arguments of `quantkit.serve.EngineConfig`; None where the demand does not fit or needs more than it has."""
-    if fit.max_model_len is None or fit.kv_dtype != "16-bit" or fit.tp > 1:
+def engine_command(model: str, fit: Fit, demand: Demand) -> str | None:
+    """``quantkit serve ...``; None where the demand does not fit or needs more than our engine has."""
+    kv_dtype = {"16-bit": "auto", "int8": "int8"}.get(fit.kv_dtype)
+    if fit.max_model_len is None or kv_dtype is None or fit.tp > 1:
         return None
-    return {
-        "max_model_len": fit.max_model_len,
-        "max_num_seqs": fit.max_num_seqs,
-        "max_num_batched_tokens": max(demand.max_num_batched_tokens, fit.max_num_seqs),
-        "kv_block_size": QUANTKIT.block_size,
-        "kv_cache_bytes": int(fit.kv_bytes),
-    }
-
-
-def engine_line(settings: dict[str, int]) -> str:
-    """``EngineConfig(...)``."""
-    return f"EngineConfig({', '.join(f'{name}={value}' for name, value in settings.items())})"
+    parts = [
+        f"quantkit serve {model if fit.scheme in ('16-bit', 'as stored') else CHECKPOINT}",
+        f"--max-model-len {fit.max_model_len}",
+        f"--max-num-seqs {fit.max_num_seqs}",
+        f"--max-num-batched-tokens {max(demand.max_num_batched_tokens, fit.max_num_seqs)}",
+        f"--kv-block-size {QUANTKIT.block_size}",
+        f"--kv-cache-bytes {int(fit.kv_bytes)}",
+    ]
+    return " ".join(parts if kv_dtype == "auto" else [*parts, f"--kv-cache-dtype {kv_dtype}"])

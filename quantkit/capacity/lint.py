@@ -11,7 +11,7 @@ from quantkit.capacity.fit import Fit, tp_problem
 from quantkit.capacity.model_facts import ModelFacts
 from quantkit.capacity.weight_schemes import WeightScheme
 from quantkit.capacity.workload import Workload
-from quantkit.recipe import DatasetSource, JsonlSource, Recipe, TextSource
+from quantkit.recipe import DatasetSource, JsonlSource, Recipe, StructuredChatSource, TextSource
 
 STRUCTURED_SUITES = ("extract", "schema", "tools")
 DATA_FREE = ("rtn",)
@@ -97,6 +97,8 @@ def _calibration(recipe: Recipe) -> Iterator[Finding]:
 
 
 def _is_carried(source: object) -> bool:
+    if isinstance(source, StructuredChatSource):
+        return True
     return isinstance(source, TextSource | JsonlSource) and source.path == "builtin"
 
 

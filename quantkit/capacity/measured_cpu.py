@@ -5,25 +5,27 @@ on models without width. It takes a few seconds.
 """
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from quantkit.capacity.devices import Device, MeasuredProducts
 from quantkit.capacity.model_facts import ModelFacts
-from quantkit.serve.attention import ATTENTION_NAME, register_attention
 from quantkit.serve.batch import build_batch
-from quantkit.serve.kv_cache import KVCache, KVShape
+from quantkit.serve.kv_cache import KVCache
 from quantkit.serve.memory import available_bytes
+from quantkit.serve.models.loader import LoadedModel, load_model
 from quantkit.serve.request import Request, SamplingParams
 from quantkit.serve.runner import ModelRunner
 from quantkit.serve.sampler import Draw, sample
 from quantkit.serve.scheduler import Scheduled
-from quantkit_kernels import linear, prepack_w4a16
+from quantkit.source import open_source
+from quantkit_kernels import PreparedWeight, prepack_linear, prepack_w4a16
 from quantkit_kernels.cpu_capability import describe_cpu
+from quantkit_kernels.dispatch import activation_dtype
 
 SHAPE = (2048, 2048)  # of the matrices multiplied where no model is given
 COPIED_BYTES = 64 << 20  # different matrices of together so many bytes, beyond the caches, as those of a model are
@@ -94,24 +96,23 @@ def _measure_products(shape: tuple[int, int], bytes_per_s: float, timer: _Timer)
     out_features, in_features = shape
     parameters = out_features * in_features
     copies = max(2, COPIED_BYTES // (2 * parameters))
-    dense = [torch.full(shape, 0.5, dtype=DTYPE) for _ in range(copies)]
+    activations = activation_dtype(torch.device("cpu"), DTYPE)
     words = torch.zeros(out_features, in_features // 8, dtype=torch.int32)
     scale = torch.ones(out_features, in_features // GROUP_SIZE, dtype=DTYPE)
-    packed = [prepack_w4a16(words.clone(), scale.clone(), GROUP_SIZE, DTYPE)[0] for _ in range(copies)]
-    points: dict[str, list[tuple[int, float]]] = {"16-bit": [], "weight-only": []}
+    kinds: dict[str, list[PreparedWeight]] = {
+        "16-bit": [prepack_linear(torch.full(shape, 0.5, dtype=DTYPE))[0] for _ in range(copies)],
+        "weight-only": [prepack_w4a16(words.clone(), scale.clone(), GROUP_SIZE, activations)[0] for _ in range(copies)],
+    }
+    points: dict[str, list[tuple[int, float]]] = {kind: [] for kind in kinds}
     for rows in ROWS:
-        x = torch.full((rows, in_features), 0.5, dtype=DTYPE)
+        x = torch.full((rows, in_features), 0.5, dtype=activations)
+        for kind, weights in kinds.items():
 
-        def multiply_dense(x: Tensor = x) -> None:
-            for weight in dense:
-                linear(x, weight)
+            def multiply(weights: list[PreparedWeight] = weights, x: torch.Tensor = x) -> None:
+                for weight in weights:
+                    weight(x)
 
-        def multiply_packed(x: Tensor = x) -> None:
-            for weight in packed:
-                weight(x)
-
-        for kind, function in (("16-bit", multiply_dense), ("weight-only", multiply_packed)):
-            points[kind].append((rows, timer.seconds(function) / (copies * parameters)))
+            points[kind].append((rows, timer.seconds(multiply) / (copies * parameters)))
     return {kind: MeasuredProducts(tuple(found), bytes_per_s) for kind, found in points.items()}
 
 
@@ -126,7 +127,7 @@ def _measure_engine(timer: _Timer) -> _OwnTime:
     """The engine's own seconds, from models of two depths without width, with few and with many requests."""
     shallow, deep = (_narrow_model(depth) for depth in DEPTHS)
     times = {
-        (depth, batch): _step_seconds(model, depth, batch, timer)
+        (depth, batch): _step_seconds(model, batch, timer)
         for depth, model in zip(DEPTHS, (shallow, deep), strict=True)
         for batch in BATCHES
     }
@@ -137,25 +138,24 @@ def _measure_engine(timer: _Timer) -> _OwnTime:
     return _OwnTime(max(0.0, times[DEPTHS[0], 1] - DEPTHS[0] * one), layer, request_layer)
 
 
-def _narrow_model(depth: int) -> torch.nn.Module:
-    """A Llama of so little width that its products take no time, with the engine's attention."""
+def _narrow_model(depth: int) -> LoadedModel:
+    """A Llama of so little width that its products take no time, loaded as the engine loads a model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    register_attention()
     config = LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=depth, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16,
     )  # fmt: skip
-    model: torch.nn.Module = LlamaForCausalLM(config).to(DTYPE).eval()
-    model.set_attn_implementation(ATTENTION_NAME)  # type: ignore[operator]
-    return model
+    with tempfile.TemporaryDirectory() as folder:
+        LlamaForCausalLM(config).to(DTYPE).save_pretrained(folder)
+        return load_model(open_source(folder), DTYPE)
 
 
-def _step_seconds(model: torch.nn.Module, depth: int, batch: int, timer: _Timer) -> float:
+def _step_seconds(loaded: LoadedModel, batch: int, timer: _Timer) -> float:
     """Seconds of a decoding step: plan, run, sample."""
     blocks = -(-(CONTEXT + STEPS) // BLOCK_SIZE)
-    cache = KVCache([KVShape(2, 16, 16)] * depth, batch * blocks + 1, BLOCK_SIZE, DTYPE)
-    runner = ModelRunner(model, cache, DTYPE)
+    cache = KVCache(loaded.shapes, batch * blocks + 1, BLOCK_SIZE, loaded.dtype)
+    runner = ModelRunner(loaded.model, cache, loaded.dtype)
     requests = []
     for index in range(batch):
         request = Request(str(index), (1,) * CONTEXT, SamplingParams(temperature=0), STEPS, frozenset(), None, None)

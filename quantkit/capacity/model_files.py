@@ -1,21 +1,22 @@
-"""Finds config.json and the headers of a model: hub id, folder, .gguf, or a config.json; no weight is read.
-
-Without network a hub id is taken from the hub's cache as far as it is there; what is missing is counted from the
-configuration and said so.
-"""
+"""Finds config.json and the headers of a model: hub id, folder, .gguf, or a config.json; no weight is read."""
 
 import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quantkit.capacity.config_fields import GGUF_FAMILIES
+from quantkit.capacity.hub_files import CONFIG, download_config, hub_headers
 from quantkit.capacity.stored_tensors import StoredTensor, safetensors_bytes
 from quantkit.errors import SourceError
 
+if TYPE_CHECKING:
+    from quantkit.formats.gguf.header import GgufHeader
+
+PART = re.compile(r"(.+)-(\d{5})-of-\d{5}\.gguf")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
-CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,55 +122,17 @@ def _read_shard(path: Path) -> list[StoredTensor]:
 
 def _hub(name: str) -> ModelFiles:
     """A hub id: config.json from the network or the cache, then headers from the cache or by reading their range."""
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-    from huggingface_hub.errors import (  # type: ignore[attr-defined]  # HTTPError is that of the client below
-        EntryNotFoundError,
-        GatedRepoError,
-        HFValidationError,
-        HTTPError,
-        LocalEntryNotFoundError,
-        NotASafetensorsRepoError,
-        RepositoryNotFoundError,
-        SafetensorsParsingError,
-    )
+    from huggingface_hub import try_to_load_from_cache
 
-    try:
-        config = Path(hf_hub_download(name, CONFIG))
-    except GatedRepoError as error:
-        raise SourceError(
-            f"{name} is gated", fix="Accept its terms on the hub and log in with `hf auth login`"
-        ) from error
-    except RepositoryNotFoundError as error:
-        raise SourceError(f"no folder and no hub model is called {name}") from error
-    except HFValidationError as error:
-        raise SourceError(f"no such folder: {name}, and it is no valid hub id") from error
-    except LocalEntryNotFoundError as error:
-        raise SourceError(
-            f"no folder is called {name}, and the hub cannot be reached and its cache does not hold {name}",
-            fix="Check the name, go online once, or give the model's config.json",
-        ) from error
-    except EntryNotFoundError as error:
-        raise SourceError(f"{name} has no {CONFIG} on the hub", fix="It is no transformers model") from error
-    except (HTTPError, OSError) as error:
-        raise SourceError(f"cannot download {name}/{CONFIG}: {str(error).splitlines()[0]}") from error
+    config = download_config(name)
     index = try_to_load_from_cache(name, INDEX)
     if (config.parent / SINGLE).exists() or isinstance(index, str):
         files = _folder(config.parent, name)
         if files.tensors is not None:
             return files
-    try:
-        metadata = HfApi().get_safetensors_metadata(name)
-    except NotASafetensorsRepoError:
-        note = f"{name} has no safetensors files: parameters are counted from {CONFIG}"
-        return ModelFiles(name, _read_json(config), f"{name}/{CONFIG}", notes=[note])
-    except (HTTPError, SafetensorsParsingError, OSError) as error:
-        note = f"no header could be read ({str(error).splitlines()[0][:80]}): parameters are counted from {CONFIG}"
-        return ModelFiles(name, _read_json(config), f"{name}/{CONFIG}", notes=[note])
-    tensors = tuple(
-        StoredTensor(tensor, tuple(info.shape), info.data_offsets[1] - info.data_offsets[0])
-        for shard in metadata.files_metadata.values()
-        for tensor, info in shard.tensors.items()
-    )
+    tensors, note = hub_headers(name)
+    if tensors is None:
+        return ModelFiles(name, _read_json(config), f"{name}/{CONFIG}", notes=[note] if note else [])
     total = sum(tensor.nbytes for tensor in tensors)
     return ModelFiles(name, _read_json(config), f"{name}/{CONFIG}", tensors, total, "safetensors headers of the hub")
 
@@ -194,14 +157,16 @@ GGUF_FIELDS = {
 
 
 def _gguf(path: Path) -> ModelFiles:
-    from quantkit.formats.gguf.header import GgufHeaderError, read_gguf_header
-
-    try:
-        header = read_gguf_header(path)
-    except GgufHeaderError as error:
-        raise SourceError(f"{path} is no whole GGUF file: {error}", fix="Download it again") from error
-    except OSError as error:
-        raise SourceError(f"cannot read {path}: {error.strerror}") from error
+    header = _read_header(path)
+    parts = header.metadata.get("split.count", 1)
+    headers = [header]
+    if isinstance(parts, int) and parts > 1:
+        found = PART.fullmatch(path.name)
+        if found is None or int(found[2]) != 1:
+            first = f"the part 00001-of-{parts:05d}"
+            raise SourceError(f"{path} is one part of a split GGUF", fix=f"Give {first}, with the others beside it")
+        others = [f"{found[1]}-{number:05d}-of-{parts:05d}.gguf" for number in range(2, parts + 1)]
+        headers += [_read_header(path.with_name(name)) for name in others]
     family = header.metadata.get("general.architecture")
     if not isinstance(family, str):
         raise SourceError(f"{path} does not say its general.architecture")
@@ -216,10 +181,22 @@ def _gguf(path: Path) -> ModelFiles:
         config["v_head_dim"] = header.metadata.get(f"{family}.attention.value_length_mla", key)
     else:
         config.pop("qk_rope_head_dim", None)
-    names = {tensor.name for tensor in header.tensors}
+    stored = [tensor for part in headers for tensor in part.tensors]
+    names = {tensor.name for tensor in stored}
     config["tie_word_embeddings"] = "output.weight" not in names
     tokens = header.metadata.get("tokenizer.ggml.tokens")
     config["vocab_size"] = header.metadata.get(f"{family}.vocab_size", len(tokens) if tokens else None)
-    tensors = tuple(StoredTensor(t.name, tuple(reversed(t.shape)), t.nbytes) for t in header.tensors)
+    tensors = tuple(StoredTensor(t.name, tuple(reversed(t.shape)), t.nbytes) for t in stored)
     total = sum(tensor.nbytes for tensor in tensors)
     return ModelFiles(path.name, config, str(path), tensors, total, "the GGUF header")
+
+
+def _read_header(path: Path) -> "GgufHeader":
+    from quantkit.formats.gguf.header import GgufHeaderError, read_gguf_header
+
+    try:
+        return read_gguf_header(path)
+    except GgufHeaderError as error:
+        raise SourceError(f"{path} is no whole GGUF file: {error}", fix="Download it again") from error
+    except OSError as error:
+        raise SourceError(f"cannot read {path}: {error.strerror}") from error

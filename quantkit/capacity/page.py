@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 from quantkit.capacity.kv_footprint import KV_DTYPES, sequence_bytes
 from quantkit.capacity.plan_plots import Axis, Series, bar_plot, line_plot
-from quantkit.capacity.plan_text import crossover_lines, gigabytes, trace_lines
+from quantkit.capacity.plan_text import UNCONFIRMED, crossover_lines, gigabytes, trace_lines
 from quantkit.capacity.planning import BATCHES, CapacityPlan, DevicePlan, launch_lines
 
 DEFAULT_LENGTH = 32768  # tokens up to which the cache is drawn if the model does not say its own
@@ -94,6 +94,7 @@ def _device(plan: CapacityPlan, device: DevicePlan, index: int) -> dict[str, Any
     return {
         "name": device.device.name,
         "source": device.device.source,
+        "note": None if device.device.is_confirmed else UNCONFIRMED,
         "fits": device.fits,
         "speed_plot": line_plot(
             f"speed-{index}", title, series, Axis("batch", _count), Axis("tokens/s", _count), markers

@@ -7,6 +7,7 @@ from quantkit.capacity.planning import CapacityPlan, DevicePlan, launch_lines
 
 Table = Callable[..., list[str]]
 DASH = "-"
+UNCONFIRMED = "not every figure of this device could be confirmed by the vendor's data sheet"
 
 
 def plan_lines(plan: CapacityPlan, table: Table) -> Iterator[str]:
@@ -83,6 +84,8 @@ def _kv_lines(document: dict[str, Any], table: Table) -> Iterator[str]:
 def _device_lines(plan: CapacityPlan, device: DevicePlan, table: Table) -> Iterator[str]:
     times = f"{plan.demand.tp} x " if plan.demand.tp > 1 else ""
     yield f"{times}{device.device.name} ({gigabytes(device.device.memory_bytes)}; {device.device.source})"
+    if not device.device.is_confirmed:
+        yield f"  note: {UNCONFIRMED}"
     rows = [
         (
             fit.scheme,

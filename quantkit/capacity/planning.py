@@ -25,7 +25,7 @@ from quantkit.capacity.kv_footprint import (
     token_bytes,
     waste,
 )
-from quantkit.capacity.launch_flags import engine_line, engine_settings, llama_command, vllm_command
+from quantkit.capacity.launch_flags import engine_command, llama_command, vllm_command
 from quantkit.capacity.model_facts import ModelFacts
 from quantkit.capacity.roofline import Crossovers, SpeedModel, find_crossovers
 from quantkit.capacity.weight_schemes import (
@@ -233,7 +233,7 @@ def launch_lines(plan: CapacityPlan, device: DevicePlan, found: Fit) -> dict[str
     command = llama_command(found)
     if command is not None:
         lines["llama.cpp"] = command
-    settings = engine_settings(found, plan.demand)
-    if settings is not None and "llama.cpp" not in lines:
-        lines["quantkit"] = engine_line(settings)
+    command = engine_command(plan.model, found, plan.demand)
+    if command is not None and "llama.cpp" not in lines:
+        lines["quantkit"] = command
     return lines

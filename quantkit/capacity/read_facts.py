@@ -1,12 +1,14 @@
 """From what was found of a model to the facts that planning needs; says what could not be counted."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from quantkit.capacity.config_fields import ConfigFields
 from quantkit.capacity.kv_layout import kv_layers
 from quantkit.capacity.model_facts import ModelFacts, Weight
 from quantkit.capacity.model_files import ModelFiles, find_model
 from quantkit.capacity.stored_tensors import StoredTensor, weights_from_tensors
+from quantkit.capacity.weight_schemes import KEPT_BITS, stored_scheme
 from quantkit.capacity.weight_shapes import FAMILIES, weights_of
 from quantkit.errors import SourceError
 
@@ -40,9 +42,8 @@ def facts_of(files: ModelFiles) -> ModelFacts:
             f"the family {fields.model_type} is not known: the KV cache is counted from the usual fields of its "
             "configuration, and layers of a kind of its own would be missed"
         )
-    length = fields.get("max_position_embeddings")
     names = {weight.role for weight in weights}
-    return ModelFacts(
+    facts = ModelFacts(
         name=files.name,
         model_type=fields.model_type,
         weights=weights,
@@ -51,7 +52,7 @@ def facts_of(files: ModelFiles) -> ModelFacts:
         intermediate_size=fields.integer("intermediate_size", 4 * fields.integer("hidden_size")),
         vocab_size=fields.integer("vocab_size"),
         num_heads=fields.num_heads,
-        max_model_len=length if isinstance(length, int) and length > 0 else None,
+        max_model_len=fields.optional("max_position_embeddings"),
         tied=bool(weights) and "lm_head" not in names,
         num_experts=fields.num_experts,
         experts_per_token=fields.experts_per_token,
@@ -61,12 +62,18 @@ def facts_of(files: ModelFiles) -> ModelFacts:
         counted_from=counted_from,
         notes=(*files.notes, *fields.notes),
     )
+    if quantization and stored_scheme(facts) is None:
+        unknown = f"{quantization} is not known: what its weights take as they are stored is not planned for"
+        return replace(facts, notes=(*facts.notes, unknown))
+    return facts
 
 
 def _quantization(files: ModelFiles) -> str | None:
     """How the weights are stored already, in one phrase."""
     config = files.config.get("quantization_config")
-    if isinstance(config, dict):
+    if config is not None and not isinstance(config, dict):
+        raise SourceError(f"{files.where}: quantization_config={config!r} is no JSON object")
+    if config:
         return " ".join(str(config[key]) for key in ("quant_method", "format") if config.get(key)) or "unknown method"
     return "gguf" if files.counted_from == "the GGUF header" else None
 
@@ -78,12 +85,24 @@ def _weights(files: ModelFiles, fields: ConfigFields, quantization: str | None) 
     if tensors is not None and not has_codes:
         return weights_from_tensors(tensors), files.counted_from
     if fields.model_type in FAMILIES:
-        return weights_of(fields), "config.json"
+        weights = weights_of(fields)
+        return (weights if tensors is None else _as_stored(weights, tensors)), "config.json"
     if tensors is None:
         fields.notes.append("weights are not counted: there is no header to read the matrices from")
         return (), "config.json"
     fields.notes.append(f"parameters are numbers as stored: {quantization} keeps several in one")
     return weights_from_tensors(tensors), files.counted_from
+
+
+def _as_stored(weights: tuple[Weight, ...], tensors: Sequence[StoredTensor]) -> tuple[Weight, ...]:
+    """The matrices of a quantized checkpoint with the bits that its files have for them, on the average."""
+    inner = [weight for weight in weights if weight.role in ("linear", "expert")]
+    kept = sum(weight.parameters for weight in weights) - sum(weight.parameters for weight in inner)
+    nbytes = sum(tensor.nbytes for tensor in tensors) - kept * KEPT_BITS // 8
+    if nbytes <= 0:
+        return weights
+    bits = 8 * nbytes / sum(weight.parameters for weight in inner)
+    return tuple(replace(weight, stored_bits=bits) if weight in inner else weight for weight in weights)
 
 
 def _planned(tensors: Sequence[StoredTensor], fields: ConfigFields) -> list[StoredTensor]:

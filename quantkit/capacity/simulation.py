@@ -18,6 +18,7 @@ from quantkit.capacity.roofline import SpeedModel, Step
 from quantkit.capacity.trace import TracedRequest
 from quantkit.errors import UsageError
 from quantkit.serve.block_pool import BlockPool
+from quantkit.serve.block_tables import BlockTables
 from quantkit.serve.request import Request, SamplingParams
 from quantkit.serve.scheduler import Scheduled, Scheduler
 
@@ -34,6 +35,7 @@ class ServerSettings:
         max_num_seqs: most running requests.
         max_num_batched_tokens: most tokens of a step.
         max_model_len: most tokens of a request.
+        enable_prefix_caching: keep what was computed for prompts, for others that begin alike.
     """
 
     num_blocks: int
@@ -41,6 +43,7 @@ class ServerSettings:
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
+    enable_prefix_caching: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +90,22 @@ class Simulation:
     def __init__(self, model: SpeedModel, settings: ServerSettings) -> None:
         self._model = model
         pool = BlockPool(settings.num_blocks, settings.kv_block_size)
-        self.scheduler = Scheduler(pool, settings.max_num_seqs, settings.max_num_batched_tokens, settings.max_model_len)
+        self.tables = BlockTables(pool, enable_prefix_caching=settings.enable_prefix_caching)
+        self.scheduler = Scheduler(
+            pool,
+            settings.max_num_seqs,
+            settings.max_num_batched_tokens,
+            settings.max_model_len,
+            tables=self.tables,
+        )
         self.clock = 0.0
         self.refused = self.finished = self.busiest = 0
-        self.prompt_tokens = self.hit_tokens = self.new_tokens = 0
+        self.prompt_tokens = self.new_tokens = 0
         self.finish_times: list[float] = []
         self.ttft: list[float] = []
         self.gaps: list[float] = []
         self._arrival: dict[str, float] = {}
         self._last_token: dict[str, float] = {}
-        self._started: set[str] = set()
 
     def arrive(self, name: str, traced: TracedRequest, arrival: float) -> None:
         """A request comes in."""
@@ -125,10 +134,6 @@ class Simulation:
             return False
         self.clock += self._model.time(_step(planned)).total
         self.busiest = max(self.busiest, len(self.scheduler.running))
-        for part in planned:
-            if part.request.request_id not in self._started:
-                self._started.add(part.request.request_id)
-                self.hit_tokens += part.start
         sampled = [part.request for part in planned if part.is_sampled]
         for part in planned:
             part.request.num_computed_tokens = part.start + part.num_tokens
@@ -198,7 +203,7 @@ def summarize(simulation: Simulation) -> Replay:
         ttft=(_quantile(simulation.ttft, 0.5), _quantile(simulation.ttft, 0.99)),
         itl=(_quantile(simulation.gaps, 0.5), _quantile(simulation.gaps, 0.99)),
         preemptions=simulation.scheduler.num_preemptions,
-        hit_rate=simulation.hit_tokens / max(1, simulation.prompt_tokens),
+        hit_rate=simulation.tables.num_hit_tokens / max(1, simulation.prompt_tokens),
         busiest=simulation.busiest,
         output_rate=simulation.new_tokens / simulation.clock if simulation.clock else 0.0,
     )

@@ -7,12 +7,14 @@ Mooncake's traces (``timestamp`` in milliseconds, ``input_length``, ``output_len
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from quantkit.capacity.workload import MAX_TOKENS
 from quantkit.errors import UsageError
 
 CHARACTERS_PER_TOKEN = 4  # where only a text says which prompts begin alike
@@ -93,7 +95,7 @@ def _request(record: Mapping[str, Any], where: str) -> TracedRequest:
     prompt, output = _count(parts, PROMPTS, where), _count(parts, OUTPUTS, where)
     if isinstance(record.get("hash_ids"), list):
         arrival = record.get("timestamp")
-        if not isinstance(arrival, int | float):
+        if not isinstance(arrival, int | float) or not math.isfinite(arrival):
             raise UsageError(f"{where}: timestamp={arrival!r} is no number of milliseconds")
         pieces = [str(piece) for piece in record["hash_ids"][: prompt // MOONCAKE_TOKENS]]
         return TracedRequest(arrival / 1000, prompt, output, _chained(pieces), MOONCAKE_TOKENS)
@@ -106,8 +108,8 @@ def _count(parts: list[Mapping[str, Any]], names: tuple[str, ...], where: str) -
             value = part.get(name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise UsageError(f"{where}: {name}={value!r} is not a whole number of 1 or more")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_TOKENS:
+                raise UsageError(f"{where}: {name}={value!r} is not a whole number from 1 to {MAX_TOKENS}")
             return value
     raise UsageError(f"{where}: none of {', '.join(names)}")
 
@@ -117,6 +119,8 @@ def _arrival(parts: list[Mapping[str, Any]], where: str) -> float | None:
         for name in ARRIVALS:
             value = part.get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
+                if not math.isfinite(value):
+                    raise UsageError(f"{where}: {name}={value!r} is no time")
                 return float(value)
             if isinstance(value, str):
                 try:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from quantkit.capacity.model_facts import ModelFacts, Weight
+from quantkit.errors import SourceError
 
 KEPT_BITS = 16  # of what a scheme leaves alone: embeddings, output matrix, norms, routers
 SCALE_BITS, WORD_BITS = 16, 32
@@ -121,7 +122,23 @@ def bits_per_weight(facts: ModelFacts, scheme: WeightScheme) -> float:
 
 
 def stored_scheme(facts: ModelFacts) -> WeightScheme | None:
-    """How a quantized checkpoint is stored; None for an ordinary model or a method that is not known."""
+    """How a quantized checkpoint is stored; None for an ordinary model or a method that is not known.
+
+    Raises:
+        SourceError: its quantization_config is nonsense.
+    """
+    try:
+        found = _stored_scheme(facts)
+    except (AttributeError, TypeError, ValueError) as error:
+        raise SourceError(f"{facts.name}: its quantization_config is not understood ({error})") from error
+    if found is not None and not 1 <= found.bits <= 2 * KEPT_BITS:
+        raise SourceError(f"{facts.name}: its quantization_config says {found.bits} bits")
+    if found is not None and found.group_size < PER_CHANNEL:
+        raise SourceError(f"{facts.name}: its quantization_config says group_size={found.group_size}")
+    return found
+
+
+def _stored_scheme(facts: ModelFacts) -> WeightScheme | None:
     if facts.quantization == "gguf":
         return WeightScheme(AS_STORED, 8 * (facts.stored_bytes or 0) / facts.parameters, gguf=AS_STORED)
     config = facts.quantization_config
@@ -131,10 +148,13 @@ def stored_scheme(facts: ModelFacts) -> WeightScheme | None:
         weights, inputs = first.get("weights") or {}, first.get("input_activations")
         compute: Compute = "16-bit" if inputs is None else "fp8" if weights.get("type") == "float" else "int8"
         size = int(weights.get("group_size") or PER_CHANNEL) if weights.get("strategy") == "group" else PER_CHANNEL
-        return WeightScheme(AS_STORED, weights.get("num_bits", 8), size, bool(weights.get("symmetric", True)), compute)
+        return WeightScheme(
+            AS_STORED, float(weights.get("num_bits", 8)), size, bool(weights.get("symmetric", True)), compute
+        )
     if config.get("quant_method") in ("gptq", "awq"):
         symmetric = not config.get("zero_point", not config.get("sym", True))
-        return WeightScheme(AS_STORED, config.get("bits", 4), config.get("group_size") or PER_CHANNEL, symmetric)
+        size = int(config.get("group_size") or PER_CHANNEL)
+        return WeightScheme(AS_STORED, float(config.get("bits", 4)), size, symmetric)
     if config.get("quant_method") == "fp8":
         return WeightScheme(AS_STORED, 8, PER_CHANNEL, compute="fp8")
     return None

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from quantkit.errors import UsageError
 
 Goal = Literal["latency", "throughput"]
+MAX_TOKENS = 10_000_000  # of a prompt or an answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +43,8 @@ class Workload:
             usual, long = getattr(self, f"{kind}_p50"), getattr(self, f"{kind}_p99")
             if usual < 1:
                 raise UsageError(f"the {kind}'s p50={usual} is less than 1")
+            if long > MAX_TOKENS:
+                raise UsageError(f"the {kind}'s p99={long} is more than {MAX_TOKENS} tokens")
             if long < usual:
                 raise UsageError(f"the {kind}'s p99={long} is less than its p50={usual}", fix="Give P50,P99")
         if self.shared_prefix < 0 or self.shared_prefix > self.prompt_p50:

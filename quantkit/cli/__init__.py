@@ -16,6 +16,7 @@ VERBS = {  # in the order of the help page; "module:command"
     "verify": "quantkit.cli.verify:verify_command",
     "inspect": "quantkit.cli.inspect:inspect_command",
     "plan": "quantkit.cli.plan:plan_command",
+    "serve": "quantkit.cli.serve:serve_command",
     "generate": "quantkit.cli.generate:generate_command",
     "bench": "quantkit.cli.bench:bench_command",
     "eval": "quantkit.cli.eval:eval_command",

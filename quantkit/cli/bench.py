@@ -11,8 +11,9 @@ COUNT = click.IntRange(min=1)
 
 
 @click.command("bench")
-@click.argument("baseline")
-@click.argument("candidate")
+@click.argument("baseline", required=False)
+@click.argument("candidate", required=False)
+@click.option("--kernels", is_flag=True, help="Instead of models: measure where one kernel overtakes another.")
 @click.option("--batch-size", "batch_sizes", type=COUNT, multiple=True, default=(1, 16), show_default=True,
               help="Requests at once; may be given several times.")  # fmt: skip
 @click.option("--new-tokens", type=COUNT, default=64, show_default=True, help="Tokens that each request gets.")
@@ -20,8 +21,9 @@ COUNT = click.IntRange(min=1)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write throughput.json.")
 @json_option
 def bench_command(
-    baseline: str,
-    candidate: str,
+    baseline: str | None,
+    candidate: str | None,
+    kernels: bool,
     batch_sizes: tuple[int, ...],
     new_tokens: int,
     repeats: int,
@@ -29,6 +31,15 @@ def bench_command(
     as_json: bool,
 ) -> None:
     """Measure how fast CANDIDATE writes beside BASELINE: tokens a second in turns, and their ratio with an interval."""
+    if kernels:
+        if baseline is not None:
+            raise click.UsageError("give either BASELINE and CANDIDATE or --kernels")
+        from quantkit_kernels.crossover import main
+
+        main()  # one JSON object a line
+        return
+    if baseline is None or candidate is None:
+        raise click.UsageError("BASELINE and CANDIDATE are missing; give two models, or --kernels")
     for size in batch_sizes:
         if batch_sizes.count(size) > 1:
             raise click.BadParameter(f"{size} is given twice", param_hint="'--batch-size'")

@@ -12,7 +12,7 @@ from quantkit.cli.output import emit, json_option
 if TYPE_CHECKING:
     from quantkit.serve import Engine, RequestOutput
 
-MAX_SEED = 2**63 - 1  # quantkit.serve.request.MAX_SEED, which would import torch
+MAX_SEED = 2**63 - 1  # quantkit.serve.sampling_params.MAX_SEED, which would import torch
 
 
 @click.command("generate")
@@ -82,7 +82,7 @@ def _document(engine: "Engine", outputs: Sequence["RequestOutput"], seconds: flo
 def _steps(engine: "Engine") -> Iterator["RequestOutput"]:
     from quantkit.errors import EngineError
 
-    while engine.has_unfinished_requests:
+    while engine.has_unfinished:
         for output in engine.step():
             if output.error is not None:
                 raise EngineError(output.error)

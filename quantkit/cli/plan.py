@@ -67,7 +67,7 @@ def plan_command(
         raise UsageError("no model", fix="Give MODEL, or --check RECIPE with a model in it")
     workload = _workload(workload_options)
     dtype = kv_dtype_named(kv_dtype)
-    if not (gpus or device) and (write_recipe or trace):
+    if gpus is None and device is None and (write_recipe or trace):
         raise UsageError("--write-recipe and --trace need a device", fix="Give --gpu NAME or --device cpu")
     facts = read_facts(name)
     devices = _devices(gpus, device, facts)
@@ -99,8 +99,8 @@ def _pair(text: str, option: str) -> tuple[int, int]:
     from quantkit.errors import UsageError
 
     parts = text.split(",")
-    if len(parts) > 2 or not all(part.strip().isdecimal() for part in parts):
-        raise UsageError(f"{option} {text!r} is not P50,P99 in whole tokens")
+    if len(parts) > 2 or not all(part.strip().isdecimal() and int(part) for part in parts):
+        raise UsageError(f"{option} {text!r} is not P50,P99 in whole tokens of 1 or more")
     return int(parts[0]), int(parts[-1])
 
 
@@ -125,9 +125,13 @@ def _workload(options: dict[str, Any]) -> "Workload":
 
 
 def _devices(gpus: str | None, device: str | None, facts: "ModelFacts") -> "list[Device]":
-    from quantkit.capacity.devices import device_named
+    from quantkit.capacity.devices import device_named, known_devices
+    from quantkit.errors import UsageError
 
-    found = [device_named(name) for name in (gpus or "").split(",") if name.strip()]
+    names = [name for name in (gpus or "").split(",") if name.strip()]
+    if gpus is not None and not names:
+        raise UsageError("--gpu names no device", fix=f"Known are {', '.join(known_devices())}")
+    found = list({device.name: device for device in map(device_named, names)}.values())
     if device == "cpu":
         from quantkit.capacity.measured_cpu import measure_cpu
 

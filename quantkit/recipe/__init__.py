@@ -6,7 +6,14 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from quantkit.errors import RecipeError
-from quantkit.recipe.calibration import Calibration, DatasetSource, JsonlSource, SelfGeneratedSource, TextSource
+from quantkit.recipe.calibration import (
+    Calibration,
+    DatasetSource,
+    JsonlSource,
+    SelfGeneratedSource,
+    StructuredChatSource,
+    TextSource,
+)
 from quantkit.recipe.document import parse_document
 from quantkit.recipe.explain import did_you_mean, explain
 from quantkit.recipe.gates import Gates, Report
@@ -28,6 +35,7 @@ __all__ = [
     "Rtn",
     "SchemeChoice",
     "SelfGeneratedSource",
+    "StructuredChatSource",
     "TextSource",
     "builtin_recipes",
     "load_recipe",

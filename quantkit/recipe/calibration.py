@@ -48,8 +48,16 @@ class SelfGeneratedSource(Section):
     share: Share = 1.0
 
 
+class StructuredChatSource(Section):
+    """Generated conversations that end in a right structured answer; they fill a share of any size."""
+
+    kind: Literal["structured_chat"]
+    count: CountedTokens = "all"
+    share: Share = 1.0
+
+
 Source = Annotated[
-    TextSource | JsonlSource | DatasetSource | SelfGeneratedSource,
+    TextSource | JsonlSource | DatasetSource | SelfGeneratedSource | StructuredChatSource,
     Field(discriminator="kind"),
 ]
 

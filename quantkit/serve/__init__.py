@@ -3,6 +3,7 @@
 from quantkit.serve.config import EngineConfig
 from quantkit.serve.engine import Engine
 from quantkit.serve.evaluated import EngineModel
-from quantkit.serve.request import Completion, RequestOutput, SamplingParams
+from quantkit.serve.outputs import Completion, RequestOutput
+from quantkit.serve.sampling_params import SamplingParams
 
 __all__ = ["Completion", "Engine", "EngineConfig", "EngineModel", "RequestOutput", "SamplingParams"]

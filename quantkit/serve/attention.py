@@ -17,7 +17,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from quantkit.errors import EngineError
 from quantkit.serve.attention_metadata import AttentionMetadata, Span, is_visible
 from quantkit.serve.kv_cache import KVCache, KVShape
-from quantkit_kernels import store_kv_cache
 
 ATTENTION_NAME = "quantkit_paged"
 # What models pass along and attention needs not look at: places are in the rotated keys, outputs are not collected.
@@ -153,13 +152,9 @@ def paged_attention(
         probe.record(module, key, value, attention_mask, sliding_window)
     elif attention_mask is not None:
         raise refusal(module, "the model makes its own attention mask")
-    if paged.cache is not None:
-        key_cache, value_cache = paged.cache.caches[layer_index(module)]
-        tokens_first = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        store_kv_cache(*tokens_first, key_cache, value_cache, paged.slot_mapping)
     layer = Layer(layer_index(module), sliding_window, scaling, softcap)
-    outputs = [_attend(query, key, value, span, paged.cache, layer) for span in paged.spans]
-    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return attend(query, key, value, layer, paged).unsqueeze(0), None
 
 
 class Layer(NamedTuple):
@@ -171,12 +166,32 @@ class Layer(NamedTuple):
     softcap: float | None
 
 
+def attend(query: Tensor, key: Tensor, value: Tensor, layer: Layer, metadata: AttentionMetadata) -> Tensor:
+    """Attention of all tokens of a step in one layer; their keys and values are written into the cache.
+
+    Args:
+        query: [T, H, D], in the dtype of the masks of ``metadata``.
+        key: [T, H_kv, D] in the dtype of the cache; H_kv divides H.
+        value: [T, H_kv, D_v], likewise.
+        layer: its number, and what it asks for.
+        metadata: the step.
+
+    Returns:
+        [T, H, D_v] in the dtype of the query.
+    """
+    if metadata.cache is not None:
+        metadata.cache.store(layer.number, key, value, metadata.slot_mapping)
+    query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+    outputs = [_attend(query, key, value, span, metadata.cache, layer) for span in metadata.spans]
+    return outputs[0][0] if len(outputs) == 1 else torch.cat(outputs, dim=1)[0]
+
+
 def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, cache: KVCache | None, layer: Layer) -> Tensor:
     """[1, span's tokens, H, D_v]."""
     if span.stop - span.start != query.shape[2]:
         query = query[:, :, span.start : span.stop]
     if span.is_whole:
-        key, value = key[:, :, span.start : span.stop], value[:, :, span.start : span.stop]
+        key, value = (tensor[:, :, span.start : span.stop].to(query.dtype) for tensor in (key, value))
         is_plain = layer.softcap is None and (layer.window is None or layer.window >= span.num_queries)
         return _attend_chunk(query, key, value, None if is_plain else span.whole_mask(layer.window), layer)
     assert cache is not None, "without a cache every request is whole"
@@ -184,7 +199,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, cache: KVCach
     if where.block_ids is None:
         keys, values = cache.view(layer.number, where.first_slot, where.num_keys)
     else:
-        keys, values = cache.gather(layer.number, where.block_ids, where.num_seqs)
+        keys, values = cache.gather(layer.number, where.block_ids, where.num_seqs, query.dtype)
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
     if span.num_queries == 1:
         return _attend_decodes(query, keys, values, where.mask, layer)
     return _attend_chunk(query, keys, values, where.mask, layer)

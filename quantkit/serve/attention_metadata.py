@@ -41,6 +41,7 @@ class Span:
         context_lens: tokens that the last query of each request sees.
         kv_block_size: tokens in a block.
         dtype: of the masks.
+        has_fixed_shapes: True if neighbouring slots must not be treated otherwise than scattered ones.
 
     Attributes:
         start: as given.
@@ -56,6 +57,7 @@ class Span:
         context_lens: tuple[int, ...],
         kv_block_size: int,
         dtype: torch.dtype,
+        has_fixed_shapes: bool = False,
     ) -> None:
         self.start = start
         self.stop = stop
@@ -64,6 +66,7 @@ class Span:
         self._context_lens = context_lens
         self._kv_block_size = kv_block_size
         self._dtype = dtype
+        self._has_fixed_shapes = has_fixed_shapes
         self._ranges: dict[int | None, KeyRange] = {}
         self._whole_masks: dict[int | None, Tensor] = {}
 
@@ -93,7 +96,7 @@ class Span:
         begins = lens - self.num_queries + 1 - window if window is not None else torch.zeros_like(lens)
         first_blocks = begins.clamp(min=0) // size
         num_blocks = -(-lens // size) - first_blocks
-        if len(self._context_lens) == 1:
+        if len(self._context_lens) == 1 and not self._has_fixed_shapes:
             table = self._block_tables[0, int(first_blocks) : int(first_blocks + num_blocks)]
             if bool((table.diff() == 1).all()):
                 return self._neighbours(window, int(table[0]) * size, int(first_blocks) * size)
@@ -159,7 +162,7 @@ class AttentionMetadata:
         for first, last in zip([0, *edges], edges, strict=False):
             start, stop = batch.cu_seqlens[first], batch.cu_seqlens[last]
             tables, lens = batch.block_tables[first:last], batch.context_lens[first:last]
-            self.spans.append(Span(start, stop, tables, lens, block_size, dtype))
+            self.spans.append(Span(start, stop, tables, lens, block_size, dtype, batch.has_fixed_shapes))
 
 
 def bucket_edges(context_lens: tuple[int, ...], block_size: int, slot_bytes: int) -> list[int]:

@@ -31,6 +31,9 @@ class Batch:
         context_lens: [S] tokens that each request's last token sees, itself included.
         num_decodes: so many requests, the first ones, have one token.
         sampled_rows: the requests, by number, whose last token is in the step.
+        scored_tokens: (request by number, first token, how many) of prompts, in the row of tokens, whose logits are
+            asked for as well.
+        has_fixed_shapes: True if attention must not depend on where blocks lie.
     """
 
     requests: tuple[Request, ...]
@@ -42,6 +45,8 @@ class Batch:
     context_lens: tuple[int, ...]
     num_decodes: int
     sampled_rows: tuple[int, ...]
+    scored_tokens: tuple[tuple[int, int, int], ...] = ()
+    has_fixed_shapes: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -49,11 +54,13 @@ class Batch:
         return self.cu_seqlens[-1]
 
     def logits_indices(self) -> Tensor:
-        """[R] int64: in the row of tokens, the last one of each request that is sampled."""
-        return torch.tensor([self.cu_seqlens[row + 1] - 1 for row in self.sampled_rows], dtype=torch.int64)
+        """[R + P] int64, places in the row of tokens: the last one of each request that is sampled, then the scored."""
+        last = [self.cu_seqlens[row + 1] - 1 for row in self.sampled_rows]
+        scored = [place for _, first, count in self.scored_tokens for place in range(first, first + count)]
+        return torch.tensor(last + scored, dtype=torch.int64)
 
 
-def build_batch(step: Sequence[Scheduled], kv_block_size: int) -> Batch:
+def build_batch(step: Sequence[Scheduled], kv_block_size: int, *, has_fixed_shapes: bool = False) -> Batch:
     """Lay out a step of at least one request."""
     ordered = sorted(step, key=lambda part: (part.num_tokens > 1, part.start + part.num_tokens))
     input_ids: list[int] = []
@@ -81,6 +88,10 @@ def build_batch(step: Sequence[Scheduled], kv_block_size: int) -> Batch:
         context_lens=tuple(part.start + part.num_tokens for part in ordered),
         num_decodes=sum(part.num_tokens == 1 for part in ordered),
         sampled_rows=tuple(index for index, part in enumerate(ordered) if part.is_sampled),
+        scored_tokens=tuple(
+            (index, cu_seqlens[index], part.num_scored) for index, part in enumerate(ordered) if part.num_scored
+        ),
+        has_fixed_shapes=has_fixed_shapes,
     )
 
 

@@ -2,12 +2,13 @@
 
 import hashlib
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from quantkit.errors import EngineError, UsageError
 
-Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+Message = Mapping[str, Any]  # {"role": "system" | "user" | "assistant" | "tool", "content": text}
 
 
 def require_text(text: str, what: str) -> None:
@@ -40,13 +41,21 @@ class ChatTemplate:
         return bool(self._tokenizer.chat_template)
 
     @property
+    def text(self) -> str:
+        """The template itself; empty if there is none."""
+        return str(self._tokenizer.get_chat_template()) if self.is_defined else ""
+
+    @property
     def sha256(self) -> str:
         """Hash of the template's text, in hex; of the empty text if there is none."""
-        text = str(self._tokenizer.get_chat_template()) if self.is_defined else ""
-        return hashlib.sha256(text.encode()).hexdigest()
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
-    def render(self, messages: Sequence[Message]) -> list[int]:
+    def render(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[int]:
         """Token ids of a chat, ready for the assistant's turn.
+
+        Args:
+            messages: the chat.
+            tools: functions that the assistant may call, as the template wants them.
 
         Raises:
             EngineError: the model has no template.
@@ -63,7 +72,11 @@ class ChatTemplate:
                 require_text(text, "a message")
         try:
             rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=True, add_generation_prompt=True, return_dict=False
+                [dict(message) for message in messages],
+                tools=None if tools is None else [dict(tool) for tool in tools],
+                tokenize=True,
+                add_generation_prompt=True,
+                return_dict=False,
             )
         except Exception as error:
             # A template is code that came with the model; whatever it raises, it refuses these messages.

@@ -1,11 +1,16 @@
 """How an engine is set up; the names are vLLM's."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from quantkit.errors import UsageError
 
-DTYPES = ("auto", "float32", "bfloat16")
+CHOICES = {
+    "dtype": ("auto", "float32", "bfloat16"),
+    "kv_cache_dtype": ("auto", "int8"),
+    "scheduling_policy": ("fcfs", "priority"),
+}
+LOWEST = {"max_num_seqs": 1, "max_num_batched_tokens": 1, "kv_block_size": 1, "swap_space": 0, "seed": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +26,23 @@ class EngineConfig:
         kv_block_size: tokens in a block of the cache.
         kv_cache_bytes: memory for the cache; None is room for max_num_seqs requests of max_model_len, but at most a
             quarter of the memory that is free.
-        enable_prefix_caching: not supported yet; must be False.
-        swap_space: not supported yet; must be 0.
-        kv_cache_dtype: ``auto`` is dtype; ``int8`` is not supported yet.
+        gpu_memory_utilization: share of the memory that is free once the model is loaded, instead of kv_cache_bytes; in
+            (0, 1]. On a CPU that is the host's memory.
+        enable_prefix_caching: keep what is computed for the beginnings of prompts, and use it for others that begin
+            alike.
+        swap_space: bytes of host memory to which preempted requests may be copied, where that is cheaper than to
+            compute them anew (`PreemptionCost`); 0 is never.
+        kv_cache_dtype: ``auto`` is dtype; ``int8`` keeps keys and values as 8-bit codes with a scale for each token and
+            head.
+        scheduling_policy: who runs first: ``fcfs`` in order of arrival, ``priority`` by the requests' priority.
+        max_num_waiting: most requests that may wait when another one comes; None is no limit.
+        deterministic: give a seeded request the same tokens alone, in any batch, and whether its prompt is cached or
+            not. Each request is then computed in forward passes of its own, so that nothing is won by running many
+            at a time.
         seed: from which requests without a seed of their own get one.
 
     Raises:
-        UsageError: a value out of range, or not supported yet.
+        UsageError: a value out of range, or one that excludes another.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -36,36 +51,55 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     kv_block_size: int = 32
     kv_cache_bytes: int | None = None
-    enable_prefix_caching: bool = False
+    gpu_memory_utilization: float | None = None
+    enable_prefix_caching: bool = True
     swap_space: int = 0
     kv_cache_dtype: Literal["auto", "int8"] = "auto"
+    scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
+    max_num_waiting: int | None = None
+    deterministic: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise UsageError(f"dtype={self.dtype!r} is not one of {', '.join(DTYPES)}")
-        for name, lowest in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("kv_block_size", 1), ("seed", 0)):
-            self._check_integer(name, getattr(self, name), lowest)
-        for name in ("max_model_len", "kv_cache_bytes"):
+        for name, choices in CHOICES.items():
+            if getattr(self, name) not in choices:
+                raise UsageError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
+        for name in ("enable_prefix_caching", "deterministic"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"{name}={getattr(self, name)!r} is neither True nor False")
+        for name, lowest in LOWEST.items():
+            self._check_integer(name, lowest)
+        for name in ("max_model_len", "kv_cache_bytes", "max_num_waiting"):
             if getattr(self, name) is not None:
-                self._check_integer(name, getattr(self, name), 1)
+                self._check_integer(name, 1)
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise UsageError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} is less than max_num_seqs={self.max_num_seqs}; "
                 "each running request needs one token a step"
             )
-        not_yet: tuple[tuple[str, Any], ...] = (
-            ("enable_prefix_caching", False),
-            ("swap_space", 0),
-            ("kv_cache_dtype", "auto"),
-        )
-        for name, supported in not_yet:
-            if getattr(self, name) != supported:
-                raise UsageError(
-                    f"{name}={getattr(self, name)!r} is not supported yet", fix=f"leave it at {supported!r}"
-                )
+        if self.deterministic and self.chunk < 1:
+            raise UsageError(
+                f"deterministic needs room for a block beside all decodes: max_num_batched_tokens="
+                f"{self.max_num_batched_tokens} is less than max_num_seqs + kv_block_size="
+                f"{self.max_num_seqs + self.kv_block_size}"
+            )
+        self._check_utilization()
 
-    @staticmethod
-    def _check_integer(name: str, value: object, lowest: int) -> None:
+    @property
+    def chunk(self) -> int:
+        """Tokens in a chunk of a prompt when ``deterministic``: whole blocks, beside a token for every request."""
+        return (self.max_num_batched_tokens - self.max_num_seqs) // self.kv_block_size * self.kv_block_size
+
+    def _check_utilization(self) -> None:
+        share = self.gpu_memory_utilization
+        if share is None:
+            return
+        if not isinstance(share, int | float) or isinstance(share, bool) or not 0 < share <= 1:
+            raise UsageError(f"gpu_memory_utilization={share!r} is not a number above 0 and up to 1")
+        if self.kv_cache_bytes is not None:
+            raise UsageError("kv_cache_bytes and gpu_memory_utilization exclude each other", fix="leave one out")
+
+    def _check_integer(self, name: str, lowest: int) -> None:
+        value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < lowest:
             raise UsageError(f"{name}={value!r} is not an integer of {lowest} or more")

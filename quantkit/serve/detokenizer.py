@@ -52,10 +52,16 @@ class IncrementalDetokenizer:
         self._held = ""
         self.matched_stop: str | None = None
 
-    def append(self, token_id: int) -> str:
-        """Take a token; the text that is certain now. Nothing more comes after a stop string."""
+    def append(self, token_id: int, *, may_stop: bool = True) -> str:
+        """Take a token; the text that is certain now. Nothing more comes after a stop string.
+
+        Args:
+            token_id: the token.
+            may_stop: False where the text must go on: then its text is no part of a stop string.
+        """
         self._token_ids.append(token_id)
-        return self._release(self._read(is_last=False), is_last=False)
+        text = self._read(is_last=False)
+        return self._release(text, is_last=False) if may_stop else text
 
     def flush(self) -> str:
         """The rest of the text, when no token follows."""

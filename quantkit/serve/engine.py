@@ -1,37 +1,48 @@
 """The engine: requests in, tokens out, many at a time."""
 
-import hashlib
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from quantkit import __version__
-from quantkit.errors import EngineError, UsageError
+from quantkit.errors import UsageError
+from quantkit.serve.admission import Admission
 from quantkit.serve.batch import build_batch
-from quantkit.serve.block_pool import BlockPool
-from quantkit.serve.capacity import make_cache, resolve_max_model_len
-from quantkit.serve.chat import ChatTemplate, require_text
+from quantkit.serve.cache_size import resolve_max_model_len
+from quantkit.serve.chat import ChatTemplate
 from quantkit.serve.config import EngineConfig
-from quantkit.serve.detokenizer import IncrementalDetokenizer, decode_all, make_decode
+from quantkit.serve.describe import describe_engine
+from quantkit.serve.detokenizer import decode_all, make_decode
+from quantkit.serve.metrics import EngineMetrics
 from quantkit.serve.models.loader import load_model, resolve_dtype
+from quantkit.serve.next_tokens import NextToken, choose_tokens, score_prompts
 from quantkit.serve.not_finite import why_not_finite
-from quantkit.serve.request import Completion, Request, RequestOutput, RequestStatus, SamplingParams
+from quantkit.serve.offline import generate_all
+from quantkit.serve.outputs import Completion, RequestOutput
+from quantkit.serve.paged_memory import PagedMemory
+from quantkit.serve.prefix_hash import hash_root
+from quantkit.serve.reporter import Reporter
+from quantkit.serve.request import Matcher, Request, RequestStatus
 from quantkit.serve.runner import ModelRunner
-from quantkit.serve.sampler import Draw, sample
-from quantkit.serve.scheduler import Scheduler
+from quantkit.serve.sampling_params import SamplingParams
+from quantkit.serve.scheduler import Scheduled, Scheduler
 from quantkit.serve.stop_tokens import model_stop_token_ids
+from quantkit.serve.structured.spec import StructuredOutput
+from quantkit.serve.watchdog import Watchdog, dump_state
 from quantkit.source import ModelSource, open_source
+
+if TYPE_CHECKING:
+    from quantkit.serve.structured.compiler import GrammarCompiler
 
 logger = logging.getLogger(__name__)
 
 
 class Engine:
-    """A model that continues many prompts at the same time.
+    """A model that continues many prompts at the same time. It belongs to one thread.
 
     Args:
         model: hub id, folder, .gguf file, or an opened source.
@@ -43,6 +54,8 @@ class Engine:
         max_model_len: most tokens of a request, prompt and continuation together.
         tokenizer: the model's.
         chat: the model's chat template.
+        pool: the blocks of its cache.
+        scheduler: the requests that wait and run.
 
     Raises:
         QuantkitError: the model cannot be found, read or run, or there is no memory for a cache; one line.
@@ -56,22 +69,70 @@ class Engine:
         loaded = load_model(self.source, resolve_dtype(self.config.dtype, self.source.dtype))
         self._loaded = loaded
         self.max_model_len = resolve_max_model_len(self.config, loaded)
-        self._vocab_size: int = self.source.config.vocab_size
         self._stop_token_ids = model_stop_token_ids(self.source.folder, self.source.config, self.tokenizer)
         self._decode = make_decode(self.tokenizer)
-        self._cache = make_cache(self.config, loaded, self.max_model_len)
-        self.pool = BlockPool(self._cache.num_blocks, self._cache.kv_block_size)
+        self._memory = PagedMemory(self.config, loaded, self.max_model_len)
+        self._cache = self._memory.cache
+        self.pool = self._memory.pool
         self.scheduler = Scheduler(
-            self.pool, self.config.max_num_seqs, self.config.max_num_batched_tokens, self.max_model_len
+            self.pool,
+            self.config.max_num_seqs,
+            self.config.max_num_batched_tokens,
+            self.max_model_len,
+            tables=self._memory.tables,
+            max_num_waiting=self.config.max_num_waiting,
+            chunk=self.config.chunk if self.config.deterministic else None,
+        )
+        self._admission = Admission(
+            self.config,
+            self.tokenizer,
+            self._decode,
+            self.source.config.vocab_size,
+            self._stop_token_ids,
+            self.scheduler.resolve_max_tokens,
+            self._compile_form,
+            hash_root(self.source.name, self.source.revision, loaded.scheme, self.config.kv_cache_dtype, None),
         )
         self._runner = ModelRunner(loaded.model, self._cache, loaded.dtype)
-        self._requests: dict[str, Request] = {}
+        self._watchdog = Watchdog(self.max_model_len)
+        self._reporter = Reporter()
+        self._grammar_compiler: GrammarCompiler | None = None
+        self._requests: dict[str, list[Request]] = {}  # by name, the continuations that have not ended
         self._num_added = 0
 
     @property
-    def has_unfinished_requests(self) -> bool:
+    def has_unfinished(self) -> bool:
         """True while a step has something to do."""
         return bool(self._requests)
+
+    @property
+    def unfinished(self) -> list[Request]:
+        """The continuations that have not ended, in the order in which they came."""
+        return [request for continuations in self._requests.values() for request in continuations]
+
+    @property
+    def metrics(self) -> EngineMetrics:
+        """What was counted, up to now."""
+        self._reporter.measure(self.scheduler, self._memory)
+        return self._reporter.metrics
+
+    @property
+    def grammar_compiler(self) -> "GrammarCompiler":
+        """Compiles forms for structured output; made when it is asked for first.
+
+        Raises:
+            UsageError: a package that it needs is not installed.
+        """
+        if self._grammar_compiler is None:
+            from quantkit.serve.structured.compiler import GrammarCompiler
+
+            self._grammar_compiler = GrammarCompiler(
+                self.tokenizer, self.source.config.vocab_size, end_token_ids=self._stop_token_ids
+            )
+        return self._grammar_compiler
+
+    def _compile_form(self, form: StructuredOutput) -> Callable[[], Matcher]:
+        return self.grammar_compiler.compile(form).start
 
     def add_request(
         self,
@@ -80,6 +141,8 @@ class Engine:
         *,
         request_id: str | None = None,
         stream: bool = True,
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> str:
         """Queue a prompt; `step` then works on it.
 
@@ -88,115 +151,152 @@ class Engine:
             params: how to continue.
             request_id: a name; None makes one.
             stream: give the text in pieces as it becomes certain; otherwise only with the last output.
+            priority: lower ones come first; needs ``scheduling_policy="priority"``.
+            cache_salt: only requests with the same salt share the prefix cache.
 
         Returns:
             The request's name.
 
         Raises:
             UsageError: an empty prompt, unknown token ids, a name in use, or a request that can never fit.
+            QueueFullError: max_num_waiting requests wait already.
         """
-        params = params if params is not None else SamplingParams()
         name = request_id if request_id is not None else f"request-{self._num_added}"
         if name in self._requests:
             raise UsageError(f"a request named {name} is running already")
-        token_ids = self._prompt_token_ids(prompt)
-        for token_id in params.stop_token_ids:
-            if token_id >= self._vocab_size:
-                raise UsageError(f"stop_token_ids holds {token_id}, the vocabulary has {self._vocab_size} tokens")
-        max_tokens = self.scheduler.resolve_max_tokens(len(token_ids), params.max_tokens)
-        generator = None
-        if not params.is_greedy:
-            seed = params.seed if params.seed is not None else _mix(self.config.seed, self._num_added)
-            generator = torch.Generator().manual_seed(seed)
-        request = Request(
-            request_id=name,
-            prompt_token_ids=token_ids,
-            params=params,
-            max_tokens=max_tokens,
-            stop_token_ids=frozenset(params.stop_token_ids) | (set() if params.ignore_eos else self._stop_token_ids),
-            detokenizer=IncrementalDetokenizer(self._decode, params.stop) if stream or params.stop else None,
-            generator=generator,
+        request = self._admission.make(
+            name,
+            self._num_added,
+            prompt,
+            params if params is not None else SamplingParams(),
+            stream=stream,
+            priority=priority,
+            cache_salt=cache_salt,
         )
-        self._num_added += 1
-        self._requests[name] = request
         self.scheduler.add(request)
+        self._num_added += 1
+        self._requests[name] = [request, *request.followers]
+        self._reporter.arrived(request)
         return name
 
-    def _prompt_token_ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            require_text(prompt, "the prompt")
-        token_ids = tuple(self.tokenizer(prompt).input_ids) if isinstance(prompt, str) else tuple(prompt)
-        if not token_ids:
-            raise UsageError("the prompt is empty", fix="give it at least one token")
-        for token_id in token_ids:
-            if not 0 <= token_id < self._vocab_size:
-                raise UsageError(f"the prompt holds token {token_id}, the vocabulary has {self._vocab_size} tokens")
-        return token_ids
-
-    def abort(self, request_id: str) -> RequestOutput | None:
+    def abort(self, request_id: str) -> list[RequestOutput]:
         """End a request now and give its cache back.
 
         Returns:
-            Its last output; None if there is no such request, for example because it has just finished.
+            The last output of each of its continuations; none if there is no such request, for example because it has
+            just finished.
         """
-        request = self._requests.get(request_id)
-        if request is None:
-            return None
-        text = "" if request.detokenizer is None else request.detokenizer.flush()
-        return self._finish(request, RequestStatus.FINISHED_ABORT, (), text)
+        outputs = []
+        for request in list(self._requests.get(request_id, ())):
+            text = "" if request.detokenizer is None else request.detokenizer.flush()
+            outputs.append(self._end(request, RequestStatus.FINISHED_ABORT, text))
+        return outputs
+
+    def reset_prefix_cache(self) -> None:
+        """Forget what is cached for later requests.
+
+        Raises:
+            UsageError: requests are running.
+        """
+        if self._requests:
+            raise UsageError(f"{len(self._requests)} requests are running", fix="reset the prefix cache when none is")
+        self.pool.forget_cached()
 
     def step(self) -> list[RequestOutput]:
-        """Compute one batch; what is new for each request that got a token or ended.
+        """Compute one batch; what is new for each continuation that got a token or ended.
 
         An error in the computation ends the requests of this step, each with the error as its last output, and leaves
         the engine ready for the others.
         """
-        planned = self.scheduler.schedule()
-        if not planned:
+        if not self._requests:
             return []
+        planned = self.scheduler.schedule()
+        if self._watchdog.is_stuck(planned):
+            return self._end_the_first(planned)
+        involved = [part.request for part in planned]
         try:
-            batch = build_batch(planned, self.config.kv_block_size)
-            logits = self._runner.forward(batch)
-            sampled = [batch.requests[row] for row in batch.sampled_rows]
-            tokens = sample(logits, [_draw(request) for request in sampled])
+            logits, sampled = self._compute(planned)
+            rows, takers = [], []
+            for row, request in enumerate(sampled):
+                followers = self.scheduler.fork(request)
+                involved += followers
+                takers += [request, *followers]
+                rows += [row] * (1 + len(followers))
+            chosen = choose_tokens(logits if len(takers) == len(sampled) else logits[rows], takers)
         except Exception as error:
             # Whatever it was, it must not take the requests of other callers down with it.
             logger.exception("a step of %d requests failed", len(planned))
-            return [self._fail(part.request, f"{type(error).__name__}: {error}") for part in planned]
+            return [
+                output for request in involved for output in self._fail(request, f"{type(error).__name__}: {error}")
+            ]
+        except BaseException:
+            for request in involved:
+                self.scheduler.restart(request)
+            raise
+        return [output for token in chosen for output in self._take(token)]
+
+    def _compute(self, planned: Sequence[Scheduled]) -> tuple[Tensor, list[Request]]:
+        """Run the model: [R, V] logits, and the R requests that get a token from them."""
+        is_fixed = self.config.deterministic
+        sampled: list[Request] = []
+        logits: list[Tensor] = []
+        for parts in [[part] for part in planned] if is_fixed else [planned]:
+            batch = build_batch(parts, self.config.kv_block_size, has_fixed_shapes=is_fixed)
+            found = self._runner.forward(batch)
+            score_prompts(batch, found)
+            logits.append(found[: len(batch.sampled_rows)])
+            sampled += [batch.requests[row] for row in batch.sampled_rows]
         for part in planned:
             part.request.num_computed_tokens += part.num_tokens
-        return [self._take(request, token) for request, token in zip(sampled, tokens, strict=True)]
+        self._reporter.computed(planned)
+        return logits[0] if len(logits) == 1 else torch.cat(logits), sampled
 
-    def _take(self, request: Request, token: int | None) -> RequestOutput:
+    def _take(self, chosen: NextToken) -> list[RequestOutput]:
         """Give a request its next token."""
+        request, token = chosen.request, chosen.token_id
         if token is None:
-            return self._fail(request, why_not_finite(self.source.name, self._loaded.model))
+            return self._fail(request, chosen.error or why_not_finite(self.source.name, self._loaded.model))
+        if request.matcher is not None and token not in request.stop_token_ids and not request.matcher.accept(token):
+            return self._fail(request, f"the structured form does not take token {token}, which its mask allowed")
         text, status, stop_reason = request.append_token(token)
-        if status is None:
-            return RequestOutput(request.request_id, (token,), text)
-        if request.detokenizer is None:
-            text = decode_all(self._decode, _text_token_ids(request, status))
-        return self._finish(request, status, (token,), text, stop_reason)
+        if status is not None:
+            if request.detokenizer is None:
+                text = decode_all(self._decode, _text_token_ids(request, status, stop_reason))
+            self._remove(request, status)
+        return [self._reporter.token(chosen, text, status, stop_reason)]
 
-    def _finish(
-        self,
-        request: Request,
-        status: RequestStatus,
-        token_ids: tuple[int, ...],
-        text: str,
-        stop_reason: str | int | None = None,
-        error: str | None = None,
-    ) -> RequestOutput:
-        """The one last output of a request."""
-        freed = self.scheduler.finish(request, status)
-        if status in (RequestStatus.FINISHED_ERROR, RequestStatus.FINISHED_ABORT):
+    def _end_the_first(self, planned: Sequence[Scheduled]) -> list[RequestOutput]:
+        """A step leads nowhere: end the request that is next in line, so that the others may get through."""
+        state = dump_state(self.scheduler, self.pool)
+        logger.error("the engine makes no progress: %s", state)
+        for part in planned:
+            self.scheduler.restart(part.request)
+        first = self.scheduler.waiting.first if self.scheduler.waiting else self.scheduler.running[0]
+        return self._fail(first, f"the engine makes no progress ({state}); this is a bug, please report it")
+
+    def _end(self, request: Request, status: RequestStatus, text: str = "", error: str | None = None) -> RequestOutput:
+        """The one last output of a request that does not get another token."""
+        if status is RequestStatus.FINISHED_ERROR or not request.num_output_tokens:
+            first = 0 if status is RequestStatus.FINISHED_ERROR else request.num_found_blocks
+            freed = self._remove(request, status, forget_from=first)
             self._cache.erase(freed)  # it may hold a NaN, which would reach the next owner through a masked key
-        del self._requests[request.request_id]
-        reason: Any = status.value
-        return RequestOutput(request.request_id, token_ids, text, reason, stop_reason, error)
+        else:
+            self._remove(request, status)
+        return self._reporter.ended(request, status, text, error)
 
-    def _fail(self, request: Request, error: str) -> RequestOutput:
-        return self._finish(request, RequestStatus.FINISHED_ERROR, (), "", error=error)
+    def _fail(self, request: Request, error: str) -> list[RequestOutput]:
+        """End a request and those that wait for its prompt."""
+        ended = [request, *request.followers]
+        request.followers = ()
+        return [self._end(one, RequestStatus.FINISHED_ERROR, error=error) for one in ended]
+
+    def _remove(self, request: Request, status: RequestStatus, *, forget_from: int | None = None) -> list[int]:
+        freed = self.scheduler.finish(request, status, forget_from=forget_from)
+        continuations = self._requests[request.request_id]
+        continuations.remove(request)
+        if not continuations:
+            del self._requests[request.request_id]
+        return freed
 
     def generate(
         self, prompts: Iterable[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams] | None = None
@@ -208,7 +308,7 @@ class Engine:
             params: one for all, or one for each.
 
         Returns:
-            In the order of the prompts.
+            In the order of the prompts; n of each.
 
         Raises:
             UsageError: as in `add_request`, then nothing is generated; or requests are running already.
@@ -216,41 +316,7 @@ class Engine:
         """
         if self._requests:
             raise UsageError(f"{len(self._requests)} requests are running already", fix="call step until they end")
-        prompts = list(prompts)
-        params = params if params is not None else SamplingParams()
-        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        if len(each) != len(prompts):
-            raise UsageError(f"{len(prompts)} prompts and {len(each)} sampling parameters")
-        names: list[str] = []
-        try:
-            for prompt, one in zip(prompts, each, strict=True):
-                names.append(self.add_request(prompt, one, stream=False))
-            return self._run(names)
-        finally:
-            for name in names:  # those that are left when something went wrong
-                self.abort(name)
-
-    def _run(self, names: Sequence[str]) -> list[Completion]:
-        requests = {name: self._requests[name] for name in names}
-        texts: dict[str, list[str]] = {name: [] for name in names}
-        done: dict[str, Completion] = {}
-        while len(done) < len(names):
-            for output in self.step():
-                texts[output.request_id].append(output.text)
-                if output.finish_reason is None:
-                    continue
-                if output.error is not None:
-                    raise EngineError(f"{output.request_id} failed: {output.error}")
-                request = requests[output.request_id]
-                done[output.request_id] = Completion(
-                    request_id=output.request_id,
-                    prompt_token_ids=request.prompt_token_ids,
-                    token_ids=tuple(request.output_token_ids),
-                    text="".join(texts[output.request_id]),
-                    finish_reason=output.finish_reason,
-                    stop_reason=output.stop_reason,
-                )
-        return [done[name] for name in names]
+        return generate_all(self, prompts, params if params is not None else SamplingParams())
 
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """Log-probabilities of every next token, from one forward pass through the same model.
@@ -264,53 +330,19 @@ class Engine:
         Raises:
             UsageError: no token, too many, or unknown ones.
         """
-        token_ids = self._prompt_token_ids(token_ids)
+        token_ids = self._admission.token_ids(token_ids)
         if len(token_ids) > self.max_model_len:
             raise UsageError(f"{len(token_ids)} tokens to score are more than max_model_len={self.max_model_len}")
         return self._runner.score(token_ids)
 
     def describe(self) -> dict[str, Any]:
         """What runs here and how, for records; JSON-able."""
-        source, config, loaded = self.source, self.config, self._loaded
-        return {
-            "model": {
-                "name": source.name,
-                "revision": source.revision,
-                "checkpoint_hash": source.fingerprint(),
-                "scheme": loaded.scheme,
-                "weight_bytes": loaded.weight_bytes,
-                "dequantized_from": source.file_bytes and {"file": source.name, "file_bytes": source.file_bytes},
-            },
-            "engine": {
-                "name": "quantkit",
-                "version": __version__,
-                "dtype": str(loaded.dtype).removeprefix("torch."),
-                "stored_dtype": str(source.dtype).removeprefix("torch."),
-                "max_model_len": self.max_model_len,
-                "max_num_seqs": config.max_num_seqs,
-                "max_num_batched_tokens": config.max_num_batched_tokens,
-                "kv_block_size": config.kv_block_size,
-                "num_kv_blocks": self.pool.num_blocks,
-                "kv_cache_bytes": self._cache.nbytes,
-                "seed": config.seed,
-                "threads": torch.get_num_threads(),
-                "kernels": list(loaded.kernels),
-            },
-            "template_hash": self.chat.sha256,
-        }
+        return describe_engine(
+            self.source, self.config, self._loaded, self._cache, self.max_model_len, self.chat.sha256
+        )
 
 
-def _draw(request: Request) -> Draw:
-    return Draw(request.params.temperature, request.params.top_p, request.generator)
-
-
-def _text_token_ids(request: Request, status: RequestStatus) -> list[int]:
+def _text_token_ids(request: Request, status: RequestStatus, stop_reason: str | int | None) -> list[int]:
     """The new tokens that have text: not the one that ended the request."""
     token_ids = request.output_token_ids
-    return token_ids[:-1] if status is RequestStatus.FINISHED_STOP else token_ids
-
-
-def _mix(seed: int, number: int) -> int:
-    """A seed of its own for each request of an engine."""
-    digest = hashlib.sha256(f"{seed} {number}".encode()).digest()
-    return int.from_bytes(digest[:8], "little") >> 1
+    return token_ids[:-1] if status is RequestStatus.FINISHED_STOP and stop_reason is not None else token_ids

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.serve.engine import Engine
-from quantkit.serve.request import SamplingParams
+from quantkit.serve.sampling_params import SamplingParams
 from quantkit_eval.protocol import Generation, GenerationRequest, hash_token_ids
 
 

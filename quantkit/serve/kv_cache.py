@@ -8,6 +8,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from quantkit_kernels import store_kv_cache
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -29,8 +31,10 @@ class KVShape:
         return self.num_kv_heads * (self.head_dim + self.value_dim)
 
 
-def kv_block_bytes(shapes: Sequence[KVShape], kv_block_size: int, dtype: torch.dtype) -> int:
-    """Bytes of one block over all layers."""
+def kv_block_bytes(shapes: Sequence[KVShape], kv_block_size: int, dtype: torch.dtype, *, is_int8: bool = False) -> int:
+    """Bytes of one block over all layers; with int8 each head's key and value has a float32 scale beside its codes."""
+    if is_int8:
+        return sum(shape.width + 2 * shape.num_kv_heads * 4 for shape in shapes) * kv_block_size
     return sum(shape.width for shape in shapes) * kv_block_size * dtype.itemsize
 
 
@@ -41,7 +45,8 @@ class KVCache:
         shapes: one a layer.
         num_blocks: blocks, the null block included.
         kv_block_size: slots in a block.
-        dtype: of the numbers.
+        dtype: of keys and values in attention.
+        is_int8: keep them as 8-bit codes, with a scale for each token and head.
 
     Attributes:
         num_blocks: as given.
@@ -49,40 +54,81 @@ class KVCache:
         rows: for each layer [blocks * kv_block_size, width]. Zeros at first: an attention weight of 0 must not meet a
             NaN.
         caches: for each layer its keys [blocks, kv_block_size, H_kv, D] and values [.., D_v], views of the rows.
+        scales: for each layer the scales of keys and values, both [blocks, kv_block_size, H_kv] float32; empty
+            without int8.
     """
 
-    def __init__(self, shapes: Sequence[KVShape], num_blocks: int, kv_block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        shapes: Sequence[KVShape],
+        num_blocks: int,
+        kv_block_size: int,
+        dtype: torch.dtype,
+        *,
+        is_int8: bool = False,
+    ) -> None:
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
         self._shapes = tuple(shapes)
-        self._blocks = [_lazy_zeros((num_blocks, kv_block_size, shape.width), dtype) for shape in shapes]
+        self._dtype = dtype
+        stored = torch.int8 if is_int8 else dtype
+        self._blocks = [_lazy_zeros((num_blocks, kv_block_size, shape.width), stored) for shape in shapes]
         self.rows: tuple[Tensor, ...] = tuple(blocks.flatten(0, 1) for blocks in self._blocks)
         self.caches: tuple[tuple[Tensor, Tensor], ...] = tuple(
             _split(blocks, shape) for blocks, shape in zip(self._blocks, shapes, strict=True)
         )
+        sizes = [(num_blocks, kv_block_size, shape.num_kv_heads) for shape in shapes] if is_int8 else []
+        self.scales = tuple((_lazy_zeros(size, torch.float32), _lazy_zeros(size, torch.float32)) for size in sizes)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the whole cache."""
-        return sum(blocks.nbytes for blocks in self._blocks)
+        return sum(blocks.nbytes for blocks in self._blocks) + sum(k.nbytes + v.nbytes for k, v in self.scales)
 
-    def gather(self, layer: int, block_ids: Tensor, num_seqs: int) -> tuple[Tensor, Tensor]:
+    def store(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
+        """Write the keys [T, H_kv, D] and values [T, H_kv, D_v] of new tokens into their slots."""
+        key_scale, value_scale = self.scales[layer] if self.scales else (None, None)
+        store_kv_cache(key, value, *self.caches[layer], slot_mapping, key_scale, value_scale)
+
+    def gather(
+        self, layer: int, block_ids: Tensor, num_seqs: int, dtype: torch.dtype | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Keys and values of some sequences, copied together.
 
         Args:
             layer: which layer.
             block_ids: [num_seqs * n] int64, n blocks of each sequence.
             num_seqs: sequences.
+            dtype: of the copies; None is that of the cache.
 
         Returns:
             [num_seqs, H_kv, n * kv_block_size, D] and [.., D_v].
         """
         rows = self._blocks[layer].index_select(0, block_ids)
+        if self.scales:
+            key_scale, value_scale = (scale.index_select(0, block_ids) for scale in self.scales[layer])
+            return self._dequantized(layer, rows, key_scale, value_scale, num_seqs)
+        rows = rows if dtype is None else rows.to(dtype)
         return self._heads_first(layer, rows, num_seqs, len(block_ids) * self.kv_block_size // num_seqs, 0)
 
     def view(self, layer: int, first_slot: int, num_slots: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of neighbouring slots, not copied: [1, H_kv, num_slots, D] and [.., D_v]."""
+        """Keys and values of neighbouring slots, [1, H_kv, num_slots, D] and [.., D_v]; only codes are copied."""
+        if self.scales:
+            slots = slice(first_slot, first_slot + num_slots)
+            key_scale, value_scale = (scale.flatten(0, 1)[slots] for scale in self.scales[layer])
+            return self._dequantized(layer, self.rows[layer][slots], key_scale, value_scale, 1)
         return self._heads_first(layer, self._blocks[layer], 1, num_slots, first_slot * self._shapes[layer].width)
+
+    def _dequantized(
+        self, layer: int, rows: Tensor, key_scale: Tensor, value_scale: Tensor, num_seqs: int
+    ) -> tuple[Tensor, Tensor]:
+        """Codes and scales of slots in any leading shape -> [num_seqs, H_kv, num_keys, D] and [.., D_v]."""
+        key, value = _split(rows, self._shapes[layer])
+        return self._dequantize(key, key_scale, num_seqs), self._dequantize(value, value_scale, num_seqs)
+
+    def _dequantize(self, codes: Tensor, scale: Tensor, num_seqs: int) -> Tensor:
+        numbers = (codes * scale.unsqueeze(-1)).to(self._dtype)
+        return numbers.view(num_seqs, -1, *codes.shape[-2:]).transpose(1, 2)
 
     def _heads_first(
         self, layer: int, rows: Tensor, num_seqs: int, num_keys: int, offset: int
@@ -100,11 +146,21 @@ class KVCache:
             ),
         )
 
+    def copy_to(self, target: "KVCache", source_blocks: Sequence[int], target_blocks: Sequence[int]) -> None:
+        """Copy blocks to those of another cache of the same kind, or of this one."""
+        source_ids, target_ids = torch.tensor(source_blocks), torch.tensor(target_blocks)
+        for source, other in zip(self._tensors(), target._tensors(), strict=True):
+            other[target_ids] = source[source_ids]
+
     def erase(self, block_ids: Sequence[int]) -> None:
         """Set blocks to zero, when they may hold numbers that are none."""
         if block_ids:
-            for blocks in self._blocks:
+            for blocks in self._tensors():
                 blocks[torch.tensor(block_ids)] = 0
+
+    def _tensors(self) -> list[Tensor]:
+        """All there is, each with the blocks first."""
+        return [*self._blocks, *(scale for pair in self.scales for scale in pair)]
 
 
 def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

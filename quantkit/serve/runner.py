@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from quantkit.serve.attention_metadata import AttentionMetadata
 from quantkit.serve.batch import Batch, uncached_batch
 from quantkit.serve.kv_cache import KVCache
+from quantkit.serve.models.decoder import Decoder
 
 SCORED_ROWS = 256  # rows of logits made into float32 log-probabilities at a time
 
@@ -17,7 +18,7 @@ class ModelRunner:
     """A model and its cache.
 
     Args:
-        model: with `quantkit.serve.attention` in its layers.
+        model: a `Decoder`, or transformers' with `quantkit.serve.attention` in its layers.
         cache: keys and values of all requests.
         dtype: of the activations.
     """
@@ -35,19 +36,24 @@ class ModelRunner:
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> Tensor:
         """[T, V] float32 log-probabilities of each next token, from one forward pass; the cache is not touched."""
-        logits = self._logits(uncached_batch([token_ids]), None, 0)
+        logits = self._logits(uncached_batch([token_ids]), None, None)
         scores = torch.empty(logits.shape, dtype=torch.float32)
         for start in range(0, len(logits), SCORED_ROWS):
             rows = slice(start, start + SCORED_ROWS)
             torch.log_softmax(logits[rows].float(), dim=-1, out=scores[rows])
         return scores
 
-    def _logits(self, batch: Batch, cache: KVCache | None, rows: Tensor | int) -> Tensor:
+    def _logits(self, batch: Batch, cache: KVCache | None, rows: Tensor | None) -> Tensor:
+        """[R, V] logits of the tokens ``rows``, or of all."""
+        if isinstance(self._model, Decoder):
+            metadata = AttentionMetadata(batch, cache, self._model.activation_dtype)
+            found: Tensor = self._model(batch.input_ids, batch.positions, metadata, rows)
+            return found
         output: Any = self._model(
             input_ids=batch.input_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
             use_cache=False,
-            logits_to_keep=rows,
+            logits_to_keep=0 if rows is None else rows,
             paged=AttentionMetadata(batch, cache, self._dtype),
         )
         logits: Tensor = output.logits[0]

@@ -1,4 +1,4 @@
-"""From logits to the next tokens: greedy, or by temperature and top-p with each request's own random numbers."""
+"""From logits to the next tokens: greedy, or by temperature, min_p, top_k and top_p, with a request's own numbers."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,11 +17,15 @@ class Draw:
         temperature: 0 is greedy.
         top_p: mass of the nucleus.
         generator: random numbers; not used if greedy.
+        top_k: most tokens; 0 is all.
+        min_p: least probability, relative to the largest.
     """
 
     temperature: float
     top_p: float
     generator: torch.Generator | None
+    top_k: int = 0
+    min_p: float = 0.0
 
 
 def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
@@ -46,8 +50,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     temperature = torch.tensor([draws[index].temperature for index in rows], dtype=torch.float32)
     scores = (logits[rows].float() - peaks[rows].float().unsqueeze(1)) / temperature.unsqueeze(1)
     uniform = torch.stack([_uniform(draws[index]) for index in rows])
-    top_p = torch.tensor([draws[index].top_p for index in rows], dtype=torch.float64)
-    sampled = sample_probabilities(scores.softmax(-1), top_p, uniform)
+    limits = Limits.of([draws[index] for index in rows])
+    sampled = sample_probabilities(scores.softmax(-1), limits, uniform)
     for index, token in zip(rows, sampled.tolist(), strict=True):
         chosen[index] = token
     return chosen
@@ -58,39 +62,83 @@ def _uniform(draw: Draw) -> Tensor:
     return torch.rand((), generator=draw.generator, dtype=torch.float64)
 
 
-def sample_probabilities(probabilities: Tensor, top_p: Tensor, uniform: Tensor) -> Tensor:
-    """Invert the cumulative distribution of each row's nucleus.
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Which of the most likely tokens of each row may be drawn.
 
-    The nucleus is the shortest list of most likely tokens whose probabilities reach top_p.
+    Attributes:
+        top_p: [R] float64 in (0, 1].
+        top_k: [R] int64; 0 is all.
+        min_p: [R] float32 in [0, 1].
+    """
+
+    top_p: Tensor
+    top_k: Tensor
+    min_p: Tensor
+
+    @classmethod
+    def of(cls, draws: Sequence[Draw]) -> "Limits":
+        """Those of some rows."""
+        return cls(
+            torch.tensor([draw.top_p for draw in draws], dtype=torch.float64),
+            torch.tensor([draw.top_k for draw in draws], dtype=torch.int64),
+            torch.tensor([draw.min_p for draw in draws], dtype=torch.float32),
+        )
+
+    def __getitem__(self, rows: Tensor) -> "Limits":
+        return Limits(self.top_p[rows], self.top_k[rows], self.min_p[rows])
+
+
+def sample_probabilities(probabilities: Tensor, limits: Limits, uniform: Tensor) -> Tensor:
+    """Invert the cumulative distribution of each row's tokens that may be drawn.
+
+    Of the tokens with at least min_p times the largest probability the top_k most likely are kept, and of these the
+    shortest list that has top_p of their mass.
 
     Args:
         probabilities: [R, V] float32.
-        top_p: [R] float64 in (0, 1].
+        limits: of the R rows.
         uniform: [R] float64 in [0, 1).
 
     Returns:
         [R] int64 token ids.
 
-    Source: arXiv:1904.09751, section 3.1.
+    Source: top_p arXiv:1904.09751, section 3.1; min_p arXiv:2407.01082.
     """
     tokens = torch.empty(len(probabilities), dtype=torch.int64)
-    whole = top_p >= 1
+    vocab_size = probabilities.shape[1]
+    whole = (limits.top_p >= 1) & (limits.top_k == 0) & (limits.min_p == 0)
     if bool(whole.any()):
         tokens[whole] = _invert(probabilities[whole].double().cumsum(-1), uniform[whole])
-    size = min(NUCLEUS_GUESS, probabilities.shape[1])
     rows = (~whole).nonzero().flatten()
+    if not len(rows):
+        return tokens
+    size = min(max(NUCLEUS_GUESS, int(limits.top_k[rows].clamp(max=vocab_size).max()) + 1), vocab_size)
     while len(rows):
         values, order = probabilities[rows].topk(size)
-        mass = values.double().cumsum(-1)
-        is_covered = (mass[:, -1] >= top_p[rows]) | (size == probabilities.shape[1])
+        kept, is_covered = _count_kept(values, limits[rows], vocab_size)
         done = rows[is_covered]
-        before = mass[is_covered] - values[is_covered]
-        kept = (before < top_p[done].unsqueeze(1)).sum(1, keepdim=True)  # at least the first
-        nucleus = mass[is_covered].minimum(mass[is_covered].gather(1, kept - 1))  # flat behind the nucleus
+        mass = values[is_covered].double().cumsum(-1)
+        nucleus = mass.minimum(mass.gather(1, kept[is_covered] - 1))  # flat behind the last that is kept
         tokens[done] = order[is_covered].gather(1, _invert(nucleus, uniform[done]).unsqueeze(1)).squeeze(1)
         rows = rows[~is_covered]
-        size = probabilities.shape[1]
+        size = vocab_size
     return tokens
+
+
+def _count_kept(values: Tensor, limits: Limits, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """How many of each row's largest probabilities may be drawn, [R, 1], and whether these values tell, [R]."""
+    size = values.shape[1]
+    kept = (values >= limits.min_p.unsqueeze(1) * values[:, :1]).sum(1, keepdim=True)
+    kept = torch.where(limits.top_k.unsqueeze(1) > 0, kept.minimum(limits.top_k.unsqueeze(1)), kept)
+    mass = values.double().cumsum(-1)
+    is_cut = (kept < size) | (size == vocab_size)  # otherwise more may be kept than these
+    is_all = (limits.top_k == 0) & (limits.min_p == 0)
+    total = torch.where(is_all, torch.ones_like(mass[:, -1]), mass.gather(1, kept - 1).squeeze(1))
+    target = (limits.top_p * total).unsqueeze(1)
+    nucleus = ((mass - values) < target).sum(1, keepdim=True)  # at least the first
+    is_covered = torch.where(is_all, (mass[:, -1:] >= target).squeeze(1) | (size == vocab_size), is_cut.squeeze(1))
+    return nucleus.minimum(kept), is_covered
 
 
 def _invert(cumulative: Tensor, uniform: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ MAX_OFFSET = 1.0  # a code moves by one step at most
 START_SHARE = 0.8  # of the way to the original weight at which an offset starts, if its code is the nearest
 START_BEYOND = 0.2  # where it starts if error feedback has moved the code beyond the nearest one
 BETAS = (0.9, 0.95)
+_PIECE_NUMBERS = 1 << 16
 
 
 @dataclass(slots=True)
@@ -52,18 +53,22 @@ class CodeOffsets:
         return cls(offset.half(), empty, empty.clone())
 
     def move(self, gradient: Tensor) -> None:
-        """Take one step against ``gradient``, [N, K]; it is overwritten."""
+        """Take one step against ``gradient``, [N, K]."""
         if self.learning_rate == 0:
             return
         self.steps += 1
-        mean = self.momentum.float().mul_(BETAS[0]).add_(gradient, alpha=1 - BETAS[0])
-        self.momentum.copy_(mean)
-        square = self.square.float().mul_(BETAS[1]).add_(gradient.square_(), alpha=1 - BETAS[1])
-        self.square.copy_(square)
-        mean /= 1 - BETAS[0] ** self.steps
-        square /= 1 - BETAS[1] ** self.steps
-        mean /= square.sqrt_().clamp_(min=1e-20)
-        self.offset.copy_(self.offset.float().sub_(mean, alpha=self.learning_rate).clamp_(-MAX_OFFSET, MAX_OFFSET))
+        correction = (1 - BETAS[1] ** self.steps) ** 0.5 / (1 - BETAS[0] ** self.steps)
+        height = max(1, _PIECE_NUMBERS // gradient.shape[1])
+        for start in range(0, gradient.shape[0], height):  # pieces that stay in a core's cache
+            rows = slice(start, start + height)
+            part = gradient[rows]
+            mean = self.momentum[rows].float().lerp_(part, 1 - BETAS[0])
+            self.momentum[rows] = mean
+            square = self.square[rows].float().mul_(BETAS[1]).addcmul_(part, part, value=1 - BETAS[1])
+            self.square[rows] = square
+            mean.div_(square.sqrt_().clamp_(min=1e-20))
+            moved = self.offset[rows].float().sub_(mean, alpha=self.learning_rate * correction)
+            self.offset[rows] = moved.clamp_(-MAX_OFFSET, MAX_OFFSET)
 
 
 class TunableLinear(nn.Module):

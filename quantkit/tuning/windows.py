@@ -16,7 +16,7 @@ from quantkit.recipe.calibration import Source, default_sources
 from quantkit.recipe.tuning import Tuning
 from quantkit.source import ModelSource
 
-PASS_TOKENS = 512  # that go through the model at once
+PASS_TOKENS = 1024  # that go through the model at once
 VALIDATION_SHARE = 8  # one window of so many judges ...
 MAX_VALIDATION_TOKENS = 4096  # ... up to so many tokens of a source
 

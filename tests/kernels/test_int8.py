@@ -91,7 +91,7 @@ def test_w8a8(
     weight, reason = prepack_w8a8(codes, scale, dtype, input_scale)
     assert isinstance(weight, CpuW8A8)
     assert ("without" in reason) != has_int8_matmul
-    assert weight.body == ("cpu int8 whole numbers" if has_int8_matmul else "cpu int8 widened")
+    assert weight.body == ("cpu int8 whole numbers" if has_int8_matmul else "cpu int8 as float16")
     assert_near(weight(x), reference.w8a8_gemm(x, codes, scale, input_scale))
     assert torch.equal(w8a8_gemm(x, codes, scale, input_scale), weight(x))
 

@@ -1,11 +1,8 @@
-"""store_kv_cache: the reference against a loop, the Triton kernel too, the checks, the machine code."""
+"""store_kv_cache: the reference against a loop, the Triton kernel too, codes of 8 bits, the checks."""
 
-import json
-import os
-import subprocess
-import sys
+import importlib
+import inspect
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +10,9 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels import store_kv_cache as public_store_kv_cache
-from quantkit_kernels.dispatch import choose_store_kv_cache
+from quantkit_kernels.dispatch import TRITON_MODULES, choose
 
-Store = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
+Store = Callable[..., None]
 
 
 def interpreted() -> Store:
@@ -87,6 +84,39 @@ def test_no_token_and_only_padding_are_legal(body: str) -> None:
     assert value_cache.isnan().all()
 
 
+def quantized(row: Tensor) -> tuple[Tensor, float]:
+    """Codes and scale of one token and head, as the formula says, in float32."""
+    scale = float(row.float().abs().max() / 127) or 1.0
+    return torch.round(row.float() / torch.tensor(scale)), scale
+
+
+@pytest.mark.parametrize("body", ["reference", "triton"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("tokens", "heads", "head_dim", "value_dim", "kv_block_size"), [(1, 1, 16, 16, 16), (7, 3, 64, 24, 8)]
+)
+def test_codes_have_a_scale_of_their_own_for_each_token_and_head(
+    body: str, dtype: torch.dtype, tokens: int, heads: int, head_dim: int, value_dim: int, kv_block_size: int
+) -> None:
+    store = reference.store_kv_cache if body == "reference" else interpreted()
+    key, value, *caches, slots = make_case(tokens, heads, head_dim, value_dim, kv_block_size, dtype, is_joint=False)
+    key[0, 0] = 0  # zeros have the scale 1
+    codes = [torch.full_like(cache, 99, dtype=torch.int8) for cache in caches]
+    scales = [torch.full(cache.shape[:3], float("nan")) for cache in caches]
+    store(key, value, *codes, slots, *scales)
+    for tensor, code, scale in zip((key, value), codes, scales, strict=True):
+        written = 0
+        for token, slot in enumerate(slots.tolist()):
+            for head in range(heads if slot != -1 else 0):
+                place = (*divmod(slot, kv_block_size), head)
+                wanted, wanted_scale = quantized(tensor[token, head])
+                assert torch.equal(code[place].float(), wanted)
+                assert float(scale[place]) == wanted_scale
+                written += 1
+        assert int((~scale.isnan()).sum()) == written
+        assert int((code == 99).all(-1).sum()) == scale.numel() - written
+
+
 def test_a_slot_outside_the_cache_is_an_error_on_the_cpu() -> None:
     key, value, key_cache, value_cache, slots = make_case(4, 2, 16, 16, 8, torch.float32, is_joint=False)
     slots[0] = key_cache.shape[0] * 8
@@ -112,6 +142,7 @@ def change(index: int, function: Callable[[Tensor], Tensor]) -> Callable[[list[T
         (change(2, lambda t: t.bfloat16()), r"key is torch.float32 and key_cache torch.bfloat16, allowed is the same"),
         (change(2, lambda t: t.transpose(1, 3).contiguous().transpose(1, 3)), r"along head_dim, allowed is 1"),
         (change(1, lambda t: t[:3]), r"may differ in head_dim only"),
+        (change(2, lambda t: t.to(torch.int8)), r"key_scale is None and key_cache torch.int8, allowed is a scale for"),
         (change(4, lambda t: t.int()), r"slot_mapping is torch.int32 \[4\], allowed is torch.int64 \[4\]"),
         (change(4, lambda t: t[:2]), r"slot_mapping is torch.int64 \[2\], allowed is torch.int64 \[4\]"),
         (change(4, lambda t: t.to("meta")), r"allowed is one device"),
@@ -133,60 +164,23 @@ def test_the_launcher_refuses_what_the_kernel_cannot_read() -> None:
     key, value, key_cache, value_cache, slots = make_case(4, 2, 16, 16, 8, torch.float32, is_joint=False)
     with pytest.raises(ValueError, match="slot_mapping has the stride 2, allowed is 1"):
         store(key, value, key_cache, value_cache, slots.repeat_interleave(2)[::2])
+    scale = torch.zeros(key_cache.shape[0], 2 * 8, 2)[:, ::2]
+    codes = key_cache.to(torch.int8), value_cache.to(torch.int8)
+    with pytest.raises(ValueError, match=r"key_scale has the strides \(32, 4, 1\), allowed is a contiguous tensor"):
+        store(key, value, *codes, slots, scale, scale)
     wide = torch.zeros(1, 1, 2048)
     with pytest.raises(ValueError, match="head_dim=2048, allowed is up to 1024"):
         store(wide, wide, wide.unsqueeze(0), wide.unsqueeze(0), slots[:1])
 
 
+@pytest.mark.parametrize("operation", TRITON_MODULES)
+def test_every_triton_body_has_the_signature_of_its_reference(operation: str) -> None:
+    pytest.importorskip("triton", reason="needs triton, which is for Linux")
+    module = importlib.import_module(f"quantkit_kernels.{TRITON_MODULES[operation]}")
+    assert inspect.signature(getattr(module, operation)) == inspect.signature(getattr(reference, operation))
+
+
 def test_the_choice_says_why() -> None:
-    choice = choose_store_kv_cache(torch.device("cpu"))
+    choice = choose("store_kv_cache", torch.device("cpu"))
     assert (choice.operation, choice.body) == ("store_kv_cache", "reference")
     assert str(choice) == "store_kv_cache: reference (tensors are on cpu, Triton kernels need cuda)"
-
-
-COMPILE = """
-import json, subprocess, sys
-from pathlib import Path
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from quantkit_kernels.triton_store_kv_cache import _store_kv_cache_kernel as kernel
-
-cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-cubin = Path(sys.argv[1])
-constants = {"HEAD_DIM_K": 80, "HEAD_DIM_V": 64, "BLOCK_D": 128}
-found = {}
-for capability in (80, 90, 100):
-    for dtype in ("bf16", "fp32"):
-        pointers = {name: "*" + dtype for name in ("key_ptr", "value_ptr", "key_cache_ptr", "value_cache_ptr")}
-        signature = {name: "constexpr" if name in constants else "i32" for name in kernel.arg_names}
-        signature |= {**pointers, "slot_mapping_ptr": "*i64"}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32))
-        cubin.write_bytes(compiled.asm["cubin"])
-        dump = [
-            subprocess.run([cuobjdump, flag, cubin], check=True, capture_output=True, text=True).stdout
-            for flag in ("-sass", "-res-usage")
-        ]
-        found[f"{capability} {dtype}"] = {"ptx": compiled.asm["ptx"], "sass": dump[0], "usage": dump[1]}
-print(json.dumps(found))
-"""
-
-
-@pytest.mark.slow
-def test_the_kernel_compiles_for_gpus_without_spilling(tmp_path: Path) -> None:
-    """In a process of its own: this one may run Triton's interpreter, which replaces the compiler."""
-    pytest.importorskip("triton", reason="needs triton, which is for Linux")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path / "cache")
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    command = [sys.executable, "-c", COMPILE, str(tmp_path / "kernel.cubin")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
-    assert len(found) == 6
-    for target, code in found.items():
-        assert f".target sm_{target.split()[0]}" in code["ptx"]
-        assert "STG" in code["sass"], target  # it stores to global memory ...
-        assert not any(opcode in code["sass"] for opcode in ("STL", "LDL")), target  # ... nothing to local memory
-        assert "LOCAL:0" in code["usage"], target

@@ -205,8 +205,8 @@ def test_activations_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match=r"x is .* allowed is \[\.\.\., 64\]"):
             reference.w4a16_gemm(x, words, scale, 32)
     weight, _ = prepack_w4a16(words, scale, 32, torch.bfloat16)
-    with pytest.raises(ValueError, match=r"x is torch.float32 \[2, 64\], allowed is torch.bfloat16 \[\.\.\., 64\]"):
-        weight(torch.randn(2, 64))
+    with pytest.raises(ValueError, match=r"x is torch.float16 \[2, 64\], allowed is torch.bfloat16 \[\.\.\., 64\]"):
+        weight(torch.randn(2, 64).half())
 
 
 @pytest.mark.parametrize("rows", [1, MIN_WIDENED_ROWS - 1, MIN_WIDENED_ROWS, 33])

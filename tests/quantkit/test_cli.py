@@ -57,10 +57,10 @@ def test_help_imports_nothing_heavy(verb: str) -> None:
 
 
 def test_verbs_that_are_not_built_yet_are_not_there() -> None:
-    assert not {"serve", "search"} & set(VERBS)
-    result = invoke("serve")
+    assert "search" not in VERBS
+    result = invoke("search")
     assert result.exit_code == 2
-    assert result.stderr.startswith("quantkit: there is no verb 'serve'; choose from run, quantize")
+    assert result.stderr.startswith("quantkit: there is no verb 'search'; choose from run, quantize")
 
 
 def test_the_help_names_every_exit_code() -> None:

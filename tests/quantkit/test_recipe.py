@@ -351,7 +351,7 @@ def test_an_existing_file_wins_over_a_built_in_name(tmp_path: Path, monkeypatch:
     assert load_recipe("aa").text == RTN
 
 
-@pytest.mark.parametrize("name", ["aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w8a8"])
+@pytest.mark.parametrize("name", ["aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w4a16-tuned", "w8a8"])
 def test_built_in_recipes_are_short_commented_and_usable(name: str) -> None:
     recipe = load_recipe(name)
     lines = recipe.text.splitlines()
@@ -361,7 +361,7 @@ def test_built_in_recipes_are_short_commented_and_usable(name: str) -> None:
     assert recipe.report.paths.keys() == {"html", "junit", "markdown"}
     assert recipe.is_self_comparison == (name == "aa")
     assert recipe.gates.max_drop_pp
-    assert set(builtin_recipes()) == {"aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w8a8"}
+    assert set(builtin_recipes()) == {"aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w4a16-tuned", "w8a8"}
 
 
 def test_importing_the_recipe_imports_no_torch() -> None:

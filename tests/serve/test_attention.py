@@ -12,7 +12,8 @@ from quantkit.serve.attention import PROBE, Probe, paged_attention, paged_mask
 from quantkit.serve.attention_metadata import BUCKET_BYTES, AttentionMetadata, bucket_edges
 from quantkit.serve.batch import Batch, build_batch, uncached_batch
 from quantkit.serve.kv_cache import KVCache, KVShape
-from quantkit.serve.request import Request, SamplingParams
+from quantkit.serve.request import Request
+from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.scheduler import Scheduled
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 6, 2, 16, 8

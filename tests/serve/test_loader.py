@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,9 @@ from quantkit.formats import compressed_tensors
 from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.scheme import QuantScheme
 from quantkit.serve import Engine, EngineConfig, SamplingParams
-from quantkit.serve.models.loader import resolve_dtype
-from quantkit.serve.models.packed_linear import DispatchedLinear, PackedLinear
+from quantkit.serve.models.loader import load_model, resolve_dtype
+from quantkit.serve.models.packed_linear import DispatchedLinear
 from quantkit.serve.models.probe import probe_model
-from quantkit_kernels.cpu_w4a16 import CpuW4A16
-from quantkit_kernels.dispatch import ReferenceWeight
 
 W4_G32 = QuantScheme(num_bits=4, group_size=32)
 SMALL = EngineConfig(max_model_len=64, max_num_seqs=4, kv_block_size=16)
@@ -76,6 +75,11 @@ def spoiled(folder: Path, tmp_path: Path, change: Change) -> Path:
     return copy
 
 
+def use_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines load transformers' definition."""
+    monkeypatch.setattr("quantkit.serve.engine.load_model", partial(load_model, definition="transformers"))
+
+
 @pytest.fixture(scope="module")
 def packed_and_dense(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     root = tmp_path_factory.mktemp("packed")
@@ -83,18 +87,22 @@ def packed_and_dense(tiny_llama_folder: Path, tmp_path_factory: pytest.TempPathF
     return root / "packed", root / "dense"
 
 
+@pytest.mark.parametrize("own", [True, False])
 @pytest.mark.parametrize("family", ["llama", "qwen2", "phi3", "gemma3"])
 def test_packed_float32_greedy_tokens_are_those_of_the_dequantized_model(
-    family: str, tiny_models: Any, tmp_path: Path, random_prompt: Any
+    family: str, own: bool, tiny_models: Any, tmp_path: Path, random_prompt: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """qwen2 has biases, phi3 fused projections. transformers runs the dequantized weights."""
     from transformers import AutoModelForCausalLM
 
     quantize_folder(tiny_models(family), tmp_path / "packed", tmp_path / "dense")
+    definition = f"quantkit ({'gemma3_text' if family == 'gemma3' else family})" if own else "transformers (as asked)"
+    if not own:
+        use_transformers(monkeypatch)
     engine = Engine(tmp_path / "packed", SMALL)
-    layers = {name: module for name, module in engine._loaded.model.named_modules() if isinstance(module, PackedLinear)}
-    assert len(layers) == (8 if family == "phi3" else 14)
-    assert any(layer.bias is not None for layer in layers.values()) == (family == "qwen2")
+    assert engine.describe()["engine"]["kernels"][0] == f"definition: {definition}"
+    num_layers = 8 if family == "phi3" or definition.startswith("quantkit") else 14
+    assert any(f"w4a16_gemm: cpu int4pack in {num_layers} layers" in k for k in engine.describe()["engine"]["kernels"])
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32).eval()
     prompts = [random_prompt(length, length) for length in (3, 17, 30)]
     completions = engine.generate(prompts, SamplingParams(temperature=0, max_tokens=20, ignore_eos=True))
@@ -124,17 +132,22 @@ def test_packed_bfloat16_is_close_to_the_dequantized_model(
     assert divergence[0] < 2 * divergence[1] + 0.01
 
 
-def test_what_stays_in_memory_is_packed(packed_and_dense: tuple[Path, Path]) -> None:
+@pytest.mark.parametrize("own", [True, False])
+def test_what_stays_in_memory_is_packed(
+    own: bool, packed_and_dense: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not own:
+        use_transformers(monkeypatch)
     packed, dense = (Engine(folder, SMALL) for folder in packed_and_dense)
-    layers = [module for module in packed._loaded.model.modules() if isinstance(module, PackedLinear)]
-    weights = sum(layer.in_features * layer.out_features for layer in layers)
-    assert all(isinstance(layer._weight, CpuW4A16) for layer in layers)
+    stored = load_file(packed_and_dense[0] / "model.safetensors")
+    weights = sum(8 * tensor.numel() for name, tensor in stored.items() if name.endswith(".weight_packed"))
     # 4 bits a weight; a float32 scale, its zero point and the scale once more for each group of 32
-    assert sum(layer.nbytes for layer in layers) == weights // 2 + weights // 32 * 3 * 4
+    packed_bytes = weights // 2 + weights // 32 * 3 * 4
     assert not any(parameter.is_meta for parameter in packed._loaded.model.parameters())
     saved = dense.describe()["model"]["weight_bytes"] - packed.describe()["model"]["weight_bytes"]
-    assert saved == weights * 4 - sum(layer.nbytes for layer in layers)
-    assert any("w4a16_gemm: cpu int4pack in 14 layers" in line for line in packed.describe()["engine"]["kernels"])
+    assert saved == weights * 4 - packed_bytes
+    wanted = f"w4a16_gemm: cpu int4pack in {8 if own else 14} layers"
+    assert any(wanted in line for line in packed.describe()["engine"]["kernels"])
 
 
 def test_layers_that_the_fast_kernel_does_not_take_say_so(tiny_llama_folder: Path, tmp_path: Path) -> None:
@@ -142,9 +155,7 @@ def test_layers_that_the_fast_kernel_does_not_take_say_so(tiny_llama_folder: Pat
     scheme = QuantScheme(num_bits=4, group_size=-1)
     quantize_folder(tiny_llama_folder, tmp_path / "packed", tmp_path / "dense", scheme)
     packed, dense = (Engine(tmp_path / name, SMALL) for name in ("packed", "dense"))
-    layers = [module for module in packed._loaded.model.modules() if isinstance(module, PackedLinear)]
-    assert all(isinstance(layer._weight, ReferenceWeight) for layer in layers)
-    wanted = "w4a16_gemm: reference in 14 layers (group_size=-1 is not one of 32, 64, 128, 256)"
+    wanted = "w4a16_gemm: reference in 8 layers (group_size=-1 is not one of 32, 64, 128, 256)"
     assert wanted in packed.describe()["engine"]["kernels"]
     torch.testing.assert_close(packed.score(range(5, 40)), dense.score(range(5, 40)), rtol=1e-4, atol=1e-3)
 
@@ -232,6 +243,7 @@ def test_dense_bfloat16_layers_go_through_the_kernel_where_torch_is_slow(
 
     monkeypatch.setattr(dispatch, "has_bfloat16_matmul", lambda: is_fast)
     dispatch.choose_linear.cache_clear()
+    use_transformers(monkeypatch)
     try:
         folder = make_tiny_model("llama", tmp_path / "model", dtype=torch.bfloat16)
         engine = Engine(folder, SMALL)

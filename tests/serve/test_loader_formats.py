@@ -12,7 +12,9 @@ from quantkit.errors import CheckpointError
 from quantkit.formats import Format
 from quantkit.scheme import PRESETS, QuantScheme
 from quantkit.serve import Engine, EngineConfig
-from quantkit.serve.models.packed_linear import PackedLinear
+from quantkit.serve.models.linear_reader import LinearReader
+from quantkit.serve.models.projection import Projection
+from quantkit.source import open_source
 from quantkit_kernels import reference
 
 SMALL = EngineConfig(max_model_len=64, max_num_seqs=4, kv_block_size=16)
@@ -41,9 +43,9 @@ def test_every_format_answers_as_the_dequantized_model(
     written = Format(form.removesuffix("_v2"), options)
     folder = write_rtn_checkpoint(tiny_llama_folder, tmp_path / "out", scheme=scheme, form=written)
     engine = Engine(folder, SMALL)
-    layers = [module for module in engine._loaded.model.modules() if isinstance(module, PackedLinear)]
-    assert len(layers) == 14
-    assert all(layer.nbytes < 1.7 * layer.in_features * layer.out_features for layer in layers)
+    kernels = engine.describe()["engine"]["kernels"]
+    assert sum("_gemm: " in line for line in kernels) == 1
+    assert any(f"w{scheme.num_bits}a16_gemm: " in line and " in 8 layers" in line for line in kernels)
     probe = json.loads((folder / "quantkit.json").read_text())["probe"]
     wanted = torch.tensor(probe["top_logits"]) - torch.tensor(probe["logsumexp"]).unsqueeze(1)
     found = engine.score(probe["token_ids"]).gather(1, torch.tensor(probe["top_ids"]))
@@ -59,7 +61,9 @@ def test_eight_bit_inputs(static: bool, tiny_llama_folder: Path, write_rtn_check
     engine = Engine(folder, SMALL)
     assert engine.describe()["model"]["scheme"] == str(scheme)
     assert any(line.startswith("w8a8_gemm: ") for line in engine.describe()["engine"]["kernels"])
-    layer = engine._loaded.model.model.layers[1].mlp.down_proj
+    source = open_source(folder)
+    reader = LinearReader(source, source.skeleton())
+    layer = Projection([reader.read("model.layers.1.mlp.down_proj")], torch.float32)
     stored = load_file(folder / "model.safetensors")
     codes, scale = (stored[f"model.layers.1.mlp.down_proj.{name}"] for name in ("weight", "weight_scale"))
     x = torch.randn(5, 128, generator=torch.Generator().manual_seed(0))

@@ -6,7 +6,7 @@ import torch
 from scipy import stats
 from torch import Tensor
 
-from quantkit.serve.sampler import NUCLEUS_GUESS, Draw, sample, sample_probabilities
+from quantkit.serve.sampler import NUCLEUS_GUESS, Draw, Limits, sample, sample_probabilities
 
 
 def generator(seed: int) -> torch.Generator:
@@ -69,7 +69,7 @@ def test_each_uniform_number_gives_the_token_of_the_definition(top_p: float, spr
     wanted = numpy_nucleus(probabilities.double().numpy(), top_p)
     edges = np.cumsum(list(wanted.values()))
     uniform = torch.rand(200, generator=generator(4), dtype=torch.float64)
-    tokens = sample_probabilities(probabilities.repeat(200, 1), torch.full((200,), top_p, dtype=torch.float64), uniform)
+    tokens = sample_probabilities(probabilities.repeat(200, 1), Limits.of([Draw(1.0, top_p, None)] * 200), uniform)
     for token, number in zip(tokens.tolist(), uniform.tolist(), strict=True):
         index = list(wanted).index(token)  # in the nucleus
         low = 0.0 if index == 0 else edges[index - 1]
@@ -81,7 +81,7 @@ def test_the_ends_of_the_uniform_range() -> None:
     for top_p in (1.0, 0.999999):
         for number, wanted in ((0.0, {1, 2}), (1 - 2**-53, {1, 2})):
             one = torch.tensor([number], dtype=torch.float64)
-            token = sample_probabilities(probabilities, torch.tensor([top_p], dtype=torch.float64), one)
+            token = sample_probabilities(probabilities, Limits.of([Draw(1.0, top_p, None)]), one)
             assert int(token) in wanted  # never a token of probability 0
 
 
@@ -124,3 +124,68 @@ def test_rows_that_are_no_distribution_are_none_and_disturb_nobody() -> None:
 def test_a_tiny_temperature_is_nearly_greedy_and_not_nan() -> None:
     logits = torch.tensor([[1.0, 2.0, 1.5]])
     assert sample(logits, [Draw(1e-30, 1.0, generator(0))]) == [1]
+
+
+def numpy_filtered(probabilities: np.ndarray, top_k: int, top_p: float, min_p: float) -> dict[int, float]:
+    """Token -> probability, written out: first min_p, then top_k, then the nucleus of what is left."""
+    order = sorted(range(len(probabilities)), key=lambda index: -probabilities[index])
+    kept = [token for token in order if probabilities[token] >= min_p * probabilities.max()]
+    kept = kept[: top_k or None]
+    total = sum(probabilities[token] for token in kept)
+    return numpy_nucleus(np.array([probabilities[t] / total if t in kept else 0.0 for t in range(len(order))]), top_p)
+
+
+@pytest.mark.parametrize(
+    ("top_k", "top_p", "min_p"),
+    [(1, 1.0, 0.0), (7, 1.0, 0.0), (900, 1.0, 0.0), (0, 1.0, 0.2), (0, 1.0, 0.001), (20, 0.8, 0.0), (30, 0.9, 0.15),
+     (5000, 0.5, 0.0), (0, 0.97, 0.002), (800, 0.999, 0.0001)],
+)  # fmt: skip
+@pytest.mark.parametrize("spread", [0.1, 1.0, 4.0])
+def test_top_k_and_min_p_give_the_token_of_the_definition(
+    top_k: int, top_p: float, min_p: float, spread: float
+) -> None:
+    places = torch.randperm(1200, generator=generator(3))
+    probabilities = torch.linspace(-3 * spread, 3 * spread, 1200)[places].softmax(-1)
+    wanted = numpy_filtered(probabilities.double().numpy(), top_k, top_p, min_p)
+    edges = np.cumsum(list(wanted.values()))
+    uniform = torch.rand(100, generator=generator(4), dtype=torch.float64)
+    limits = Limits.of([Draw(1.0, top_p, None, top_k, min_p)] * 100)
+    tokens = sample_probabilities(probabilities.repeat(100, 1), limits, uniform)
+    for token, number in zip(tokens.tolist(), uniform.tolist(), strict=True):
+        index = list(wanted).index(token)
+        low = 0.0 if index == 0 else edges[index - 1]
+        assert low - 1e-6 <= number <= edges[index] + 1e-6
+
+
+def test_rows_of_all_kinds_do_not_depend_on_each_other() -> None:
+    probabilities = torch.randn(8, 1500, generator=generator(9)).softmax(-1)
+    draws = [
+        Draw(1.0, top_p, None, top_k, min_p)
+        for top_p, top_k, min_p in (
+            (1.0, 0, 0.0), (0.9, 0, 0.0), (1.0, 50, 0.0), (1.0, 0, 0.3), (0.5, 700, 0.01), (1.0, 1500, 0.0),
+            (0.999, 0, 0.0), (1.0, 9999, 0.5),
+        )
+    ]  # fmt: skip
+    uniform = torch.rand(8, generator=generator(10), dtype=torch.float64)
+    together = sample_probabilities(probabilities, Limits.of(draws), uniform).tolist()
+    for row in range(8):
+        one = slice(row, row + 1)
+        alone = sample_probabilities(probabilities[one], Limits.of(draws[one]), uniform[one]).item()
+        assert alone == together[row]
+
+
+def test_the_tokens_that_may_come_are_those_of_the_kernels_reference() -> None:
+    """A flat uniform grid reaches every token that either of them would draw."""
+    from quantkit_kernels.reference import sample_tokens
+
+    logits = torch.randn(1, 300, generator=generator(11)) * 2
+    uniform = (torch.arange(2000, dtype=torch.float64) + 0.5) / 2000
+    for top_k, top_p, min_p in ((10, 1.0, 0.0), (0, 0.8, 0.0), (0, 1.0, 0.1), (12, 0.7, 0.05)):
+        theirs = sample_tokens(
+            logits.repeat(2000, 1), torch.full((2000,), 0.9), torch.full((2000,), top_k, dtype=torch.int32),
+            torch.full((2000,), top_p), torch.full((2000,), min_p), uniform,
+        )  # fmt: skip
+        limits = Limits.of([Draw(0.9, top_p, None, top_k, min_p)] * 2000)
+        ours = sample_probabilities((logits / 0.9).softmax(-1).repeat(2000, 1), limits, uniform)
+        counts = [torch.bincount(tokens, minlength=300) for tokens in (theirs, ours)]
+        assert (counts[0] - counts[1]).abs().max() <= 2

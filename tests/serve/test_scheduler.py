@@ -4,10 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quantkit.errors import UsageError
+from quantkit.errors import QueueFullError, UsageError
 from quantkit.serve.block_pool import BlockPool
-from quantkit.serve.request import Request, RequestStatus, SamplingParams
+from quantkit.serve.block_tables import BlockTables
+from quantkit.serve.request import Request, RequestStatus
+from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.scheduler import Scheduled, Scheduler
+from quantkit.serve.waiting_queue import MAX_OVERTAKEN
 
 
 def make_request(name: str, prompt: int, max_tokens: int) -> Request:
@@ -169,3 +172,149 @@ def test_a_request_moves_only_along_the_allowed_ways() -> None:
     for status in RequestStatus:
         with pytest.raises(AssertionError, match="a: stop ->"):
             request.move_to(status)
+
+
+def test_a_full_queue_refuses_and_preempted_requests_always_have_room() -> None:
+    pool = BlockPool(5, 4)
+    scheduler = Scheduler(pool, 8, 16, 1000, max_num_waiting=1)
+    scheduler.add(make_request("first", 8, 9))
+    scheduler.schedule()
+    scheduler.add(make_request("second", 7, 9))
+    with pytest.raises(QueueFullError, match="1 requests are waiting, max_num_waiting=1"):
+        scheduler.add(make_request("third", 1, 1))
+    scheduler.schedule()  # the second joins
+    scheduler.add(make_request("third", 1, 1))
+    first = scheduler.running[0]
+    first.num_computed_tokens = 8
+    first.append_token(7)
+    scheduler.schedule()  # the first grows and the second is preempted
+    assert [request.request_id for request in scheduler.waiting] == ["second", "third"]
+
+
+def prioritized(name: str, priority: int, prompt: int = 4, max_tokens: int = 1) -> Request:
+    request = make_request(name, prompt, max_tokens)
+    request.priority = priority
+    return request
+
+
+def test_requests_start_by_priority_and_in_order_of_arrival_within_one() -> None:
+    scheduler = make_scheduler(100, seqs=1)
+    for name, priority in (("a", 1), ("b", 0), ("c", 1), ("d", -1), ("e", 0)):
+        scheduler.add(prioritized(name, priority))
+    assert [advance(scheduler)[0].request.request_id for _ in range(5)] == ["d", "b", "e", "a", "c"]
+
+
+def test_the_least_urgent_request_is_preempted_whenever_it_came() -> None:
+    scheduler = make_scheduler(5, block=4)  # 4 usable blocks
+    late, early = prioritized("late", 5, 7, 9), prioritized("early", 0, 8, 9)
+    scheduler.add(late)
+    advance(scheduler)
+    scheduler.add(early)
+    advance(scheduler)
+    while late.status is RequestStatus.RUNNING:
+        advance(scheduler)
+    assert early.status is RequestStatus.RUNNING
+    assert [request.request_id for request in scheduler.waiting] == ["late"]
+
+
+def test_nobody_waits_for_ever_behind_more_urgent_ones() -> None:
+    scheduler = make_scheduler(100, seqs=1)
+    scheduler.add(prioritized("patient", 9))
+    started = 0
+    while scheduler.waiting:
+        scheduler.add(prioritized(f"urgent {started}", 0))
+        if advance(scheduler)[0].request.request_id == "patient":
+            break
+        started += 1
+    assert started == MAX_OVERTAKEN
+
+
+def forked(scheduler: Scheduler, prompt: int, n: int, max_tokens: int = 6) -> list[Request]:
+    """n continuations whose prompt is computed and whose first token is known."""
+    leader, *followers = (make_request(str(index), prompt, max_tokens) for index in range(n))
+    for index, follower in enumerate(followers):
+        follower.index, follower.is_held = index + 1, True
+    leader.followers = tuple(followers)
+    scheduler.add(leader)
+    scheduler.schedule()
+    leader.num_computed_tokens = prompt
+    assert scheduler.fork(leader) == followers
+    for request in (leader, *followers):
+        request.append_token(7)
+    return [leader, *followers]
+
+
+def test_continuations_share_full_blocks_and_copy_the_last_one_when_they_write() -> None:
+    scheduler = make_scheduler(20, block=4)
+    copies: list[tuple[int, int]] = []
+    scheduler._tables._mover.copy = lambda source, target: copies.append((source, target))  # type: ignore[method-assign]
+    requests = forked(scheduler, 10, 3)
+    shared = list(requests[0].block_table)
+    assert all(request.block_table == shared for request in requests)
+    assert scheduler._pool.num_used == 3
+    scheduler.schedule()
+    assert [request.block_table[:2] for request in requests] == [shared[:2]] * 3
+    lasts = [request.block_table[2] for request in requests]
+    assert len(set(lasts)) == 3
+    assert shared[2] in lasts  # the last one to write keeps the original
+    assert copies == [(shared[2], block) for block in lasts if block != shared[2]]
+    assert scheduler._pool.num_used == 5
+    for request in requests:
+        scheduler.finish(request, RequestStatus.FINISHED_STOP)
+    scheduler._pool.check_integrity([])
+
+
+def test_continuations_of_a_prompt_of_whole_blocks_copy_nothing() -> None:
+    scheduler = make_scheduler(20, block=4)
+    scheduler._tables._mover.copy = lambda source, target: pytest.fail("copied")  # type: ignore[method-assign]
+    requests = forked(scheduler, 8, 3)
+    scheduler.schedule()
+    assert len({tuple(request.block_table[:2]) for request in requests}) == 1
+    assert len({request.block_table[2] for request in requests}) == 3
+
+
+def test_more_continuations_than_may_run_wait_for_their_turn() -> None:
+    scheduler = make_scheduler(20, seqs=2)
+    requests = forked(scheduler, 6, 5, max_tokens=3)
+    step = advance(scheduler)
+    assert [part.request for part in step] == requests[:2]
+    assert [request.status for request in requests[2:]] == [RequestStatus.PREEMPTED] * 3
+    for _ in range(20):
+        advance(scheduler)
+    assert all(request.status is RequestStatus.FINISHED_LENGTH for request in requests)
+
+
+def cuts(chunk: int | None, prompt: int, others: int) -> list[tuple[int, int]]:
+    """(start, tokens) of all parts of a request beside others, one of which preempts it once."""
+    scheduler = Scheduler(BlockPool(100, 4), 6, 30, 1000, chunk=chunk)
+    for index in range(others):
+        scheduler.add(make_request(f"other {index}", 13 + 5 * index, 12))
+    request = make_request("cut", prompt, 5)
+    scheduler.add(request)
+    found = []
+    for step in range(80):
+        if step == 6 and request.status is RequestStatus.RUNNING:
+            scheduler.restart(request)
+        found += [(part.start, part.num_tokens) for part in advance(scheduler) if part.request is request]
+    assert request.status is RequestStatus.FINISHED_LENGTH
+    return found
+
+
+@pytest.mark.parametrize("prompt", [1, 23, 24, 25, 48, 61])
+def test_with_a_fixed_chunk_a_request_is_cut_in_one_way(prompt: int) -> None:
+    ends = [*range(24, prompt, 24), prompt, *range(prompt + 1, prompt + 5)]
+    wanted = {(start, stop - start) for start, stop in zip([0, *ends], ends, strict=False)}
+    for others in range(6):
+        assert set(cuts(24, prompt, others)) == wanted
+    assert prompt < 48 or set(cuts(None, prompt, 5)) != wanted
+
+
+def test_only_whole_chunks_are_found_when_chunks_are_fixed() -> None:
+    pool = BlockPool(100, 4)
+    scheduler = Scheduler(pool, 2, 10, 1000, tables=BlockTables(pool, enable_prefix_caching=True, chunk=8), chunk=8)
+    for prompt, cached in ((21, 0), (21, 16), (16, 8), (17, 16), (30, 16), (30, 24)):
+        request = make_request("a", prompt, 3)
+        scheduler.add(request)
+        while not request.status.is_finished:
+            advance(scheduler)
+        assert request.num_cached_tokens == cached

@@ -56,6 +56,12 @@ def check_int8(codes: Tensor, scale: Tensor, group_size: int, zero_point: Tensor
     _check_device(codes, scale)
 
 
+def check_bias(bias: Tensor | None, out_features: int) -> None:
+    """Raise ValueError, with the allowed values, unless a bias fits a product of so many columns."""
+    if bias is not None and (bias.shape != (out_features,) or not bias.dtype.is_floating_point):
+        raise ValueError(f"bias is {bias.dtype} {list(bias.shape)}, allowed is floating [{out_features}] or None")
+
+
 def pack_int4(codes: Tensor) -> Tensor:
     """[N, K / 8] int32 from [N, K] int8 signed codes in [-8, 7]; the opposite of `unpack_int4`."""
     unsigned = (codes + 8).view(torch.uint8)
@@ -154,16 +160,19 @@ def quantize_input(x: Tensor, input_scale: Tensor | None = None) -> tuple[Tensor
     return (wide / scale).round_().clamp_(-128, 127), scale
 
 
-def w8a8_gemm(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None) -> Tensor:
+def w8a8_gemm(
+    x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """Multiply 8-bit inputs by a weight of 8-bit codes with one scale per row.
 
-        y[m, n] = (sum over k of x_code[m, k] * code[n, k]) * x_scale[m] * scale[n]
+        y[m, n] = (sum over k of x_code[m, k] * code[n, k]) * x_scale[m] * scale[n] + bias[n]
 
     Args:
         x: [..., K] float32, bfloat16 or float16; see `quantize_input`.
         codes: [N, K] int8.
         scale: [N, 1] floating.
         input_scale: [1], of static inputs; None to find one per token.
+        bias: [N] floating; None for 0.
 
     Returns:
         [..., N] in x's dtype; the sum of whole numbers is exact, the rest in float32, rounded once.
@@ -175,9 +184,10 @@ def w8a8_gemm(x: Tensor, codes: Tensor, scale: Tensor, input_scale: Tensor | Non
     _check_input(x, codes.shape[1])
     if input_scale is not None and input_scale.shape != (1,):
         raise ValueError(f"input_scale is {list(input_scale.shape)}, allowed is [1] or None")
+    check_bias(bias, codes.shape[0])
     rows, row_scale = quantize_input(x, input_scale)
-    sums = F.linear(rows.double(), codes.double()).float()
-    return (sums * row_scale * scale.float().flatten()).to(x.dtype)
+    product = F.linear(rows.double(), codes.double()).float() * row_scale * scale.float().flatten()
+    return (product if bias is None else product + bias.float()).to(x.dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,27 +1,28 @@
-"""From a source to a model that the engine can run: transformers' own class, our attention, packed layers packed."""
+"""From a checkpoint to a model that the engine can run: a decoder of our own, or transformers' definition."""
 
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from quantkit.errors import CheckpointError, EngineError
-from quantkit.formats import StoredConfig, read_quantization_config
-from quantkit.scheme import QuantScheme
+from quantkit.errors import EngineError
 from quantkit.serve.attention import ATTENTION_NAME, register_attention
 from quantkit.serve.kv_cache import KVShape
+from quantkit.serve.models.build_decoder import build_decoder
+from quantkit.serve.models.decoder_config import UnknownDecoderError, read_decoder_config
+from quantkit.serve.models.linear_reader import LinearReader
 from quantkit.serve.models.packed_linear import DispatchedLinear, PackedLinear
 from quantkit.serve.models.probe import probe_model
-from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.source import ModelSource
-from quantkit_kernels.dispatch import choose_linear, choose_store_kv_cache
+from quantkit_kernels.dispatch import choose, choose_linear
 
-PACKED_BITS = (4, 8)  # of w4a16_gemm, and of w8a16_gemm and w8a8_gemm
 MOVING_ROPE_TYPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence in the batch
+DECODER_OPERATIONS = ("rms_norm", "rotary_embedding", "silu_mul", "gelu_mul")
 CPU = torch.device("cpu")
+Definition = Literal["quantkit", "transformers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,12 +30,12 @@ class LoadedModel:
     """A model that is ready to run.
 
     Attributes:
-        model: in eval mode, with `quantkit.serve.attention` in every layer.
-        dtype: of its activations.
+        model: a `Decoder`, or transformers' in eval mode with `quantkit.serve.attention` in every layer.
+        dtype: of its keys and values.
         shapes: of the keys and values, one a layer.
         max_model_len: most tokens of a sequence that it was made for.
         scheme: how its weights are stored, in one phrase.
-        kernels: which body runs each operation, and why; one line each.
+        kernels: whose definition it is, and which body runs each operation, and why; one line each.
         weight_bytes: memory of all weights.
     """
 
@@ -54,93 +55,80 @@ def resolve_dtype(name: str, stored: torch.dtype) -> torch.dtype:
     return torch.float32 if stored in (torch.float32, torch.float64) else torch.bfloat16
 
 
-def load_model(source: ModelSource, dtype: torch.dtype) -> LoadedModel:
-    """Build and fill the model, and try it once.
+def load_model(source: ModelSource, dtype: torch.dtype, *, definition: Definition = "quantkit") -> LoadedModel:
+    """Build and fill the model; transformers' definition is tried once.
 
     Args:
         source: where it comes from.
         dtype: to run it in.
+        definition: ``quantkit`` is a decoder of our own where the configuration is one that it knows entirely, and
+            transformers' where not; ``transformers`` is that in any case, for comparison.
 
     Raises:
         CheckpointError: its quantization is not one that the engine runs, or a packed layer is broken.
         EngineError: its architecture is not one that the engine runs.
         SourceError: a tensor is missing or broken.
     """
-    packed_config = _packed_config(source)
-    register_attention()
     model: Any = source.skeleton()
-    model.set_attn_implementation(ATTENTION_NAME)
+    max_model_len = _max_model_len(model.config)
+    reader = LinearReader(source, model)
+    reason = "as asked"
+    if definition == "quantkit":
+        try:
+            config = read_decoder_config(source.config)
+        except UnknownDecoderError as error:
+            reason = str(error)
+        else:
+            source.materialize(model, dtype=dtype)
+            decoder = build_decoder(model, reader, config, dtype)
+            kernels = [f"definition: quantkit ({source.config.model_type})", *_kernels(Counter(decoder.bodies))]
+            kernels += [str(choose(operation, CPU)) for operation in DECODER_OPERATIONS]
+            scheme = _scheme(reader, dtype)
+            return LoadedModel(
+                decoder, dtype, decoder.shapes, max_model_len, scheme, tuple(kernels), decoder.weight_bytes
+            )
     source.materialize(model, dtype=dtype)
-    scheme = str(dtype).removeprefix("torch.")
-    if packed_config is not None:
-        used = _pack_layers(model, source, packed_config, dtype)
-        scheme = ", ".join(sorted({str(scheme) for scheme in used}))
-    choice = choose_linear(CPU, dtype)
-    if choice.function is not nn.functional.linear:
-        for module in model.modules():
-            if type(module) is nn.Linear:
-                module.__class__ = DispatchedLinear
-    kernels = [str(choose_store_kv_cache(CPU)), str(choice)]
-    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    chosen = Counter((module.operation, module.body, module.reason) for module in packed)
-    for (operation, body, reason), count in sorted(chosen.items()):
-        kernels.append(f"{operation}: {body} in {count} layers ({reason})")
+    kernels = [f"definition: transformers ({reason})", *_adapt(model, reader, dtype)]
+    packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     dense = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
     return LoadedModel(
         model=model,
         dtype=dtype,
         shapes=probe_model(model, dtype),
-        max_model_len=_max_model_len(model.config),
-        scheme=scheme,
+        max_model_len=max_model_len,
+        scheme=_scheme(reader, dtype),
         kernels=tuple(kernels),
-        weight_bytes=sum(dense.values()) + sum(module.nbytes for module in packed),
+        weight_bytes=sum(dense.values()) + packed,
     )
 
 
-def _packed_config(source: ModelSource) -> StoredConfig | None:
-    """The quantization of a packed checkpoint; None for an ordinary one."""
-    if source.quantization is None:
-        return None
-    try:
-        config = read_quantization_config(source.quantization)
-    except CheckpointError as error:
-        raise CheckpointError(
-            f"the engine cannot run {source.name}: {error.message}",
-            fix="it runs ordinary checkpoints, and compressed-tensors, gptq and awq with 4 or 8 bits",
-        ) from error
-    for scheme in config.schemes:
-        if scheme.num_bits not in PACKED_BITS:
-            bits = " or ".join(map(str, PACKED_BITS))
-            raise CheckpointError(
-                f"the engine cannot run {source.name}: {scheme} has {scheme.num_bits} bits, not {bits}"
-            )
-    return config
-
-
-def _pack_layers(model: nn.Module, source: ModelSource, config: StoredConfig, dtype: torch.dtype) -> set[QuantScheme]:
-    """Put a `PackedLinear` in the place of every layer whose codes are stored; returns the schemes that occur."""
-    used = set()
-    for parameter, stored_name in source.weight_map(model).packed.items():
-        name = parameter.removesuffix(".weight")
-        module = model.get_submodule(name)
-        if not isinstance(module, nn.Linear):
-            raise EngineError(f"{name} is quantized, and the engine runs quantized linear layers only, not this one")
-        scheme = config.scheme_of(stored_name)
-        if scheme is None:
-            raise CheckpointError(f"{stored_name} has codes, and the quantization_config does not say how to read them")
-        names = [f"{stored_name}.{suffix}" for suffix in PACKED_SUFFIXES]
-        tensors = {tensor: source.read(tensor) for tensor in names if tensor in source.tensors}
-        weight = config.format.decode(tensors, stored_name, scheme, (module.out_features, module.in_features))
-        input_scale = tensors.get(f"{stored_name}.input_scale")
-        if scheme.input is None or scheme.input.dynamic:
-            input_scale = None
-        elif input_scale is None:
-            raise CheckpointError(f"{stored_name} has no input_scale")
+def _adapt(model: Any, reader: LinearReader, dtype: torch.dtype) -> list[str]:
+    """Put our attention and our linear layers into transformers' model; which bodies run."""
+    register_attention()
+    model.set_attn_implementation(ATTENTION_NAME)
+    for name in reader.packed:
+        layer = reader.read(name)
+        assert not isinstance(layer.weight, torch.Tensor), "it is stored as codes"
         parent, _, leaf = name.rpartition(".")
-        bias = None if module.bias is None else module.bias.data
-        setattr(model.get_submodule(parent), leaf, PackedLinear(weight, bias, dtype, input_scale))
-        used.add(scheme)
-    return used
+        replacement = PackedLinear(layer.weight, layer.bias, dtype, layer.input_scale)
+        setattr(model.get_submodule(parent), leaf, replacement)
+    choice = choose_linear(CPU, dtype)
+    if choice.function is not nn.functional.linear:
+        for module in model.modules():
+            if type(module) is nn.Linear:
+                module.__class__ = DispatchedLinear
+    packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    bodies = Counter((module.operation, module.body, module.reason) for module in packed)
+    return [str(choice), *_kernels(bodies)]
+
+
+def _kernels(bodies: Counter[tuple[str, str, str]]) -> list[str]:
+    lines = [f"{operation}: {body} in {n} layers ({why})" for (operation, body, why), n in sorted(bodies.items())]
+    return [str(choose("store_kv_cache", CPU)), *lines]
+
+
+def _scheme(reader: LinearReader, dtype: torch.dtype) -> str:
+    return ", ".join(sorted(map(str, reader.schemes))) or str(dtype).removeprefix("torch.")
 
 
 def _max_model_len(config: PretrainedConfig) -> int:

@@ -1,9 +1,10 @@
-"""Linear layers that multiply through quantkit_kernels."""
+"""Linear layers inside transformers' models that multiply through quantkit_kernels."""
 
 from torch import Tensor, dtype, nn
 
 from quantkit.primitives import QuantizedWeight
-from quantkit_kernels import PreparedWeight, linear, pack_int4, prepack_w4a16, prepack_w8a8, prepack_w8a16
+from quantkit.serve.models.prepack import prepack
+from quantkit_kernels import linear
 
 
 class PackedLinear(nn.Module):
@@ -28,7 +29,7 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.out_features, self.in_features = weight.codes.shape
         self.bias = bias
-        self.operation, (self._weight, self.reason) = _prepack(weight, dtype, input_scale)
+        self.operation, self._weight, self.reason = prepack(weight, dtype, input_scale)
 
     @property
     def body(self) -> str:
@@ -44,18 +45,6 @@ class PackedLinear(nn.Module):
         """[..., N] from [..., K]."""
         product = self._weight(x)
         return product if self.bias is None else product + self.bias
-
-
-def _prepack(
-    weight: QuantizedWeight, activations: dtype, input_scale: Tensor | None
-) -> tuple[str, tuple[PreparedWeight, str]]:
-    """The operation that a scheme needs, its weight, and why the weight has this form."""
-    scheme, codes, scale, zero_point = weight.scheme, weight.codes, weight.scale, weight.zero_point
-    if scheme.input is not None:
-        return "w8a8_gemm", prepack_w8a8(codes, scale, activations, input_scale)
-    if scheme.num_bits == 8:
-        return "w8a16_gemm", prepack_w8a16(codes, scale, scheme.group_size, activations, zero_point)
-    return "w4a16_gemm", prepack_w4a16(pack_int4(codes), scale, scheme.group_size, activations, zero_point)
 
 
 class DispatchedLinear(nn.Linear):

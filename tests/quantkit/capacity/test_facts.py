@@ -7,11 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from quantkit.capacity.model_facts import ModelFacts
 from quantkit.capacity.read_facts import read_facts
 from quantkit.capacity.weight_shapes import FAMILIES
+from quantkit.cli import main
 from quantkit.errors import SourceError
 
 TINY = {
@@ -158,6 +160,25 @@ def test_a_gguf_is_read_from_its_header(smollm2_gguf: Path) -> None:
     assert facts.quantization == "gguf"
 
 
+def test_all_parts_of_a_split_gguf_are_counted(make_tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = make_tiny_model("llama", tmp_path / "model", hidden_size=256, head_dim=64)
+    export = ["export", "gguf", str(folder), "--type", "F16", "--split-size", "0.0008", "-o", str(tmp_path / "m.gguf")]
+    assert CliRunner().invoke(main, export).exit_code == 0
+    first, second, *others = sorted(tmp_path.glob("m-*.gguf"))
+    assert read_facts(str(first)).parameters == read_facts(str(folder)).parameters
+    with pytest.raises(SourceError, match=f"is one part of a split GGUF. Give the part 00001-of-0000{2 + len(others)}"):
+        read_facts(str(second))
+    second.unlink()
+    with pytest.raises(SourceError, match=r"cannot read .*-00002-of-.*: No such file"):
+        read_facts(str(first))
+
+
+def test_a_method_that_is_not_known_is_said(real_facts: Callable[..., ModelFacts]) -> None:
+    facts = real_facts("llama-3-8b", quantization_config={"quant_method": "bitsandbytes"})
+    assert facts.parameters == 8_030_261_248
+    assert facts.notes == ("bitsandbytes is not known: what its weights take as they are stored is not planned for",)
+
+
 def test_a_packed_checkpoint_is_counted_from_its_configuration(
     write_rtn_checkpoint: Callable[..., Path], tiny_llama_folder: Path, tmp_path: Path
 ) -> None:
@@ -185,6 +206,11 @@ def test_a_packed_checkpoint_is_counted_from_its_configuration(
         ({"num_kv_shared_layers": 32}, "leaves none of the 32 layers"),
         ({"num_local_experts": 4, "num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than the 4 experts"),
         ({"is_encoder_decoder": True}, "is an encoder-decoder model"),
+        ({"layer_types": 5}, "the kinds of its layers are 5, which is no list"),
+        ({"max_position_embeddings": "many"}, "max_position_embeddings='many' is not a whole number"),
+        ({"quantization_config": 7}, "quantization_config=7 is no JSON object"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": "four"}}, "quantization_config is not understood"),
+        ({"quantization_config": {"quant_method": "awq", "bits": 99}}, "says 99.0 bits"),
     ],
 )
 def test_impossible_configurations_are_one_clear_line(

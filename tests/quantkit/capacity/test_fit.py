@@ -18,9 +18,10 @@ from quantkit.capacity.fit import (
     tp_problem,
 )
 from quantkit.capacity.kv_footprint import KV_DTYPES, QUANTKIT, VLLM, sequence_bytes
-from quantkit.capacity.launch_flags import engine_line, engine_settings, llama_command, vllm_command
+from quantkit.capacity.launch_flags import engine_command, llama_command, vllm_command
 from quantkit.capacity.model_facts import ModelFacts
 from quantkit.capacity.weight_schemes import SCHEME_BY_NAME, model_bytes
+from quantkit.cli.serve import serve_command
 from quantkit.errors import UsageError
 from quantkit.serve import EngineConfig
 
@@ -117,11 +118,14 @@ def test_flags_name_what_was_computed(real_facts: Callable[..., ModelFacts]) -> 
 def test_our_engine_accepts_its_settings(real_facts: Callable[..., ModelFacts]) -> None:
     demand = Demand(concurrency=16)
     found = fit(real_facts("qwen2.5-0.5b"), SIXTEEN, device_named("L4"), KV, QUANTKIT, demand)
-    settings = engine_settings(found, demand)
-    assert settings is not None
-    config = EngineConfig(**settings)  # type: ignore[arg-type]
-    assert (config.max_model_len, config.max_num_seqs) == (4096, 16)
-    assert eval(engine_line(settings), {"EngineConfig": EngineConfig}) == config
+    command = engine_command("owner/name", found, demand)
+    assert command is not None
+    program, verb, *arguments = command.split()
+    assert (program, verb) == ("quantkit", "serve")
+    given = serve_command.make_context("serve", arguments).params
+    config = EngineConfig(**{name: given[name] for name in given.keys() & EngineConfig.__slots__})
+    assert (config.max_model_len, config.max_num_seqs, config.kv_block_size) == (4096, 16, 32)
+    assert config.kv_cache_bytes == int(found.kv_bytes)
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,8 @@ def test_a_stored_scheme_is_read_off_the_checkpoint(
     packed = stored_scheme(read_facts(str(write_rtn_checkpoint(tiny_llama_folder, tmp_path / "packed"))))
     assert packed is not None
     assert (packed.bits, packed.group_size, packed.compute) == (4, 32, "16-bit")
+    facts = read_facts(str(tmp_path / "packed"))
+    assert model_bytes(facts, packed) == pytest.approx(facts.stored_bytes, abs=len(facts.weights))
     gguf = read_facts(str(smollm2_gguf))
     scheme = stored_scheme(gguf)
     assert scheme is not None

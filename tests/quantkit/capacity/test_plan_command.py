@@ -104,6 +104,9 @@ def test_a_trace_is_replayed(llama: str, tmp_path: Path) -> None:
     ("arguments", "code", "message"),
     [
         (["--gpu", "H1000"], 2, "the device 'H1000' is unknown"),
+        (["--gpu", ","], 2, "--gpu names no device. Known are H100-80GB"),
+        (["--context", "0"], 2, "--context '0' is not P50,P99 in whole tokens of 1 or more"),
+        (["--context", "99999999999", "--gpu", "L4"], 2, "is more than 10000000 tokens"),
         (["--kv-dtype", "fp4"], 2, "the KV cache dtype 'fp4' is unknown"),
         (["--context", "many"], 2, "--context 'many' is not P50,P99"),
         (["--context", "100,50"], 2, "is less than its p50"),
@@ -132,6 +135,27 @@ def test_a_model_is_needed_and_unknown_ones_are_refused(
     fitted = plan(strange, "--gpu", "L4")
     assert fitted.exit_code == 1
     assert "are not known, so nothing can be fitted to a device" in fitted.stderr
+
+
+def test_a_device_that_is_not_confirmed_is_said_once(llama: str) -> None:
+    note = "not every figure of this device could be confirmed"
+    assert plan(llama, "--gpu", "RTX-3090,L4,rtx-3090").stdout.count(note) == 1
+    document = json.loads(plan(llama, "--gpu", "RTX-3090,L4", "--json").stdout)
+    assert [entry["device"]["confirmed"] for entry in document["devices"]] == [False, True]
+
+
+def test_the_help_page_imports_nothing_heavy() -> None:
+    code = (
+        "import sys\nfrom quantkit.cli import main\n"
+        "main(['plan', '--help'], standalone_mode=False)\n"
+        "print(*{name.partition('.')[0] for name in sys.modules} - set(sys.stdlib_module_names), file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True,
+                          text=True, check=False)  # fmt: skip
+    assert done.returncode == 0
+    assert "--gpu NAME" in done.stdout
+    heavy = {"torch", "transformers", "numpy", "pydantic", "jinja2", "huggingface_hub", "safetensors", "gguf", "yaml"}
+    assert not heavy & set(done.stderr.split())
 
 
 def test_torch_is_not_imported_without_need(llama: str) -> None:

@@ -1,6 +1,7 @@
 """Logs of several kinds are read, and replayed through the real scheduler with times that can be computed by hand."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,8 +85,13 @@ def test_a_mooncake_trace_and_iso_times(tmp_path: Path) -> None:
         ("{", ":1: not JSON"),
         ("[1]", ":1: not a JSON object"),
         ({"prompt_tokens": 5}, ":1: none of output_tokens"),
-        ({"prompt_tokens": 0, "output_tokens": 1}, ":1: prompt_tokens=0 is not a whole number of 1 or more"),
+        ({"prompt_tokens": 0, "output_tokens": 1}, ":1: prompt_tokens=0 is not a whole number from 1 to 10000000"),
         ({"prompt_tokens": 1, "output_tokens": 1, "time": "yesterday"}, ":1: time='yesterday' is no time"),
+        ({"prompt_tokens": 1, "output_tokens": 1, "time": math.nan}, ":1: time=nan is no time"),
+        (
+            {"input_length": 1, "output_length": 1, "hash_ids": [], "timestamp": math.inf},
+            ":1: timestamp=inf is no number",
+        ),
         ("", "has no request"),
     ],
 )
@@ -138,6 +144,18 @@ def test_a_small_cache_preempts_and_a_larger_one_does_not(clockwork: SpeedModel)
     assert small.preemptions > 0 == large.preemptions
     assert small.finished == large.finished == 4
     assert small.seconds > large.seconds
+
+
+def test_prompts_that_begin_alike_hit_the_engines_prefix_cache(clockwork: SpeedModel) -> None:
+    """Of 80 tokens 64 are shared, in 4 blocks of 16: nine of ten requests find them."""
+    requests = [TracedRequest(10.0 * i, 80, 5, (11, 22), 32) for i in range(10)]
+    report = replay_trace(clockwork, ServerSettings(200, 16, 8, 512, 1000), requests)
+    assert report.replay.hit_rate == report.possible_hit_rate == pytest.approx(0.9 * 64 / 80)
+    without = ServerSettings(200, 16, 8, 512, 1000, enable_prefix_caching=False)
+    assert replay_trace(clockwork, without, requests).replay.hit_rate == 0
+    small = ServerSettings(7, 16, 8, 512, 1000)  # room for one request: another text takes the blocks of the first
+    others = [TracedRequest(10.0 * i, 80, 5, (i, i + 1), 32) if i % 2 else requests[i] for i in range(10)]
+    assert replay_trace(clockwork, small, others).replay.hit_rate == 0
 
 
 def test_requests_that_never_fit_are_counted_or_refused_as_a_whole(clockwork: SpeedModel) -> None:

@@ -28,18 +28,46 @@ def make_cache(config: EngineConfig, loaded: LoadedModel, max_model_len: int) ->
     Raises:
         EngineError: not even one block beside the null block.
     """
-    block_bytes = kv_block_bytes(loaded.shapes, config.kv_block_size, loaded.dtype)
+    block_bytes = cache_block_bytes(config, loaded)
     if config.kv_cache_bytes is not None:
         num_blocks = config.kv_cache_bytes // block_bytes
         limit = f"kv_cache_bytes={config.kv_cache_bytes}"
     else:
         per_request = -(-max_model_len // config.kv_block_size)
-        share = int(available_bytes() * FREE_MEMORY_SHARE)
+        wanted = config.gpu_memory_utilization
+        share = int(available_bytes() * (FREE_MEMORY_SHARE if wanted is None else wanted))
         num_blocks = min(config.max_num_seqs * per_request + 1, share // block_bytes)
-        limit = f"{FREE_MEMORY_SHARE:.0%} of the free memory ({share} bytes)"
+        limit = f"{FREE_MEMORY_SHARE if wanted is None else wanted:.0%} of the free memory ({share} bytes)"
     if num_blocks < 2:
         raise EngineError(
             f"{limit} holds {num_blocks} cache blocks of {block_bytes} bytes, at least 2 are needed",
             fix="raise kv_cache_bytes or lower kv_block_size",
         )
-    return KVCache(loaded.shapes, num_blocks, config.kv_block_size, loaded.dtype)
+    return _cache(config, loaded, num_blocks)
+
+
+def make_swap_space(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
+    """Host memory for preempted requests; None if nothing is swapped.
+
+    Raises:
+        EngineError: it does not hold a block.
+    """
+    if not config.swap_space:
+        return None
+    block_bytes = cache_block_bytes(config, loaded)
+    if config.swap_space < block_bytes:
+        raise EngineError(
+            f"swap_space={config.swap_space} does not hold one cache block of {block_bytes} bytes",
+            fix="raise it or leave it at 0",
+        )
+    return _cache(config, loaded, config.swap_space // block_bytes)
+
+
+def cache_block_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
+    """Bytes of one block over all layers."""
+    return kv_block_bytes(loaded.shapes, config.kv_block_size, loaded.dtype, is_int8=config.kv_cache_dtype == "int8")
+
+
+def _cache(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> KVCache:
+    is_int8 = config.kv_cache_dtype == "int8"
+    return KVCache(loaded.shapes, num_blocks, config.kv_block_size, loaded.dtype, is_int8=is_int8)

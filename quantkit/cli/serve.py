@@ -1,0 +1,118 @@
+"""``quantkit serve``."""
+
+import ipaddress
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from quantkit.cli.group import Terminated
+
+if TYPE_CHECKING:
+    import uvicorn
+
+KEY_VARIABLE = "QUANTKIT_API_KEY"
+MAX_WAITING = 256
+COUNT = click.IntRange(min=1)
+
+
+@click.command("serve")
+@click.argument("model")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
+@click.option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Token that requests must carry.")
+@click.option("--served-model-name", help="Name of the model for clients.  [default: MODEL]")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
+              help="Of weights, activations and cache.")  # fmt: skip
+@click.option("--max-model-len", type=COUNT, help="Most tokens of a request.")
+@click.option("--max-num-seqs", type=COUNT, default=32, show_default=True, help="Most requests at the same time.")
+@click.option("--max-num-batched-tokens", type=COUNT, default=512, show_default=True, help="Most tokens of a step.")
+@click.option("--max-num-waiting", type=click.IntRange(min=0), default=MAX_WAITING, show_default=True,
+              help="Most requests that wait; others get status 429.")  # fmt: skip
+@click.option("--kv-block-size", type=COUNT, default=32, show_default=True, help="Tokens of a cache block.")
+@click.option("--kv-cache-bytes", type=COUNT, help="Memory for the cache.")
+@click.option("--gpu-memory-utilization", type=float, help="Instead: share of the free memory.")
+@click.option("--kv-cache-dtype", type=click.Choice(["auto", "int8"]), default="auto", show_default=True,
+              help="Of keys and values.")  # fmt: skip
+@click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True,
+              help="Keep what is computed for prompts that begin alike.")  # fmt: skip
+@click.option("--swap-space", type=click.IntRange(min=0), default=0, show_default=True, help="Bytes of host memory.")
+@click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True,
+              help="Who runs first.")  # fmt: skip
+@click.option("--deterministic", is_flag=True, help="Seeded requests give the same tokens in any batch; slower.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of requests without one.")
+@click.option("--max-body-bytes", type=COUNT, default=4 * 2**20, show_default=True, help="Largest request.")
+@click.option("--drain-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True,
+              help="Time that requests have to end after SIGTERM.")  # fmt: skip
+def serve_command(
+    model: str,
+    host: str,
+    port: int,
+    api_key: str | None,
+    served_model_name: str | None,
+    max_body_bytes: int,
+    drain_seconds: float,
+    **engine_options: Any,
+) -> None:
+    """Serve MODEL over HTTP with OpenAI's interface: completions, chat, tools, structured output, metrics.
+
+    SIGTERM lets running requests end, then leaves with exit code 0.
+    """
+    if api_key == "":
+        raise click.BadParameter("the key is empty", param_hint="'--api-key'")
+    if not _is_loopback(host) and api_key is None:
+        click.echo(f"quantkit: {host} can be reached by others, and no --api-key is asked for", err=True)
+    _require_extra()
+    import uvicorn
+
+    from quantkit.serve import Engine, EngineConfig
+    from quantkit.serve.http.app import ServerConfig, create_app
+
+    engine = Engine(model, EngineConfig(**engine_options))
+    name = served_model_name or (Path(model).name if os.path.exists(model) else model)
+    app = create_app(engine, ServerConfig(name, api_key, max_body_bytes, drain_seconds))
+    settings = uvicorn.Config(
+        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=int(drain_seconds) + 1
+    )
+    try:
+        _server(settings, name).run()
+    except Terminated:
+        click.echo("quantkit: drained", err=True)
+
+
+def _server(settings: "uvicorn.Config", name: str) -> "uvicorn.Server":
+    """A server that says where it listens once it does, so that port 0 is of use."""
+    import uvicorn
+
+    class Announced(uvicorn.Server):
+        async def startup(self, sockets: Any = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                address = self.servers[0].sockets[0].getsockname()
+                host = f"[{address[0]}]" if ":" in address[0] else address[0]
+                click.echo(f"serving {name} at http://{host}:{address[1]}", err=True)
+
+    return Announced(settings)
+
+
+def _require_extra() -> None:
+    """Say what to install, before a model is loaded.
+
+    Raises:
+        UsageError: the extra is not installed.
+    """
+    import importlib.util
+
+    from quantkit.errors import UsageError
+
+    missing = [name for name in ("fastapi", "uvicorn", "llguidance") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UsageError(f"serve needs {', '.join(missing)}", fix="pip install 'quantkit[serve]'")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,125 @@
+"""The application: endpoints, limits and errors put together around one engine."""
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.types import Message, Receive, Scope, Send
+
+from quantkit import __version__
+from quantkit.serve.engine import Engine
+from quantkit.serve.http import chat_completions, completions, tokens
+from quantkit.serve.http.errors import error_response, install_error_handlers
+from quantkit.serve.http.limits import RequestLimits
+from quantkit.serve.http.prometheus import CONTENT_TYPE
+from quantkit.serve.http.service import Service
+from quantkit.serve.http.streaming import ClientGoneError
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads it but the metrics
+router = APIRouter()
+
+
+@dataclass(frozen=True, slots=True)
+class ServerConfig:
+    """How the server behaves.
+
+    Attributes:
+        model_name: under which the model is served.
+        api_key: that requests must carry as a bearer token; None for no key.
+        max_body_bytes: of a request.
+        drain_s: seconds that requests have to end when the server stops.
+    """
+
+    model_name: str
+    api_key: str | None = None
+    max_body_bytes: int = 4 * 2**20
+    drain_s: float = 30.0
+
+
+@router.get("/health", response_model=None)
+async def health(request: Request) -> Response:
+    """200 if requests are taken, otherwise 503."""
+    service: Service = request.app.state.service
+    return Response() if service.engine.is_running else error_response(503, "the engine takes no requests")
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """The one model that is served."""
+    service: Service = request.app.state.service
+    card = {
+        "id": service.model_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "quantkit",
+        "max_model_len": service.engine.engine.max_model_len,
+    }
+    return {"object": "list", "data": [card]}
+
+
+@router.get("/metrics", response_model=None)
+async def metrics(request: Request) -> Response:
+    """For Prometheus."""
+    service: Service = request.app.state.service
+    return PlainTextResponse(await service.metrics_page(), media_type=CONTENT_TYPE)
+
+
+def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
+    """The application; its lifespan starts and drains the engine's thread.
+
+    Args:
+        engine: nobody else may use it from now on.
+        config: of the server.
+    """
+    service = Service(engine, config.model_name)
+
+    @asynccontextmanager
+    async def lifespan(_app: FastAPI) -> AsyncIterator[None]:
+        service.engine.start()
+        yield
+        await service.close(config.drain_s)
+
+    app = FastAPI(title="quantkit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for part in (router, completions.router, chat_completions.router, tokens.router):
+        app.include_router(part)
+    install_error_handlers(app)
+    app.add_exception_handler(ClientGoneError, _on_client_gone)
+    app.add_middleware(RequestLimits, max_body_bytes=config.max_body_bytes, api_key=config.api_key)
+    app.add_middleware(CountResponses, service=service, paths=set(app.openapi()["paths"]))
+    return app
+
+
+async def _on_client_gone(_request: Request, _error: Exception) -> Response:
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+class CountResponses:
+    """ASGI middleware that counts answers by path and status.
+
+    Args:
+        app: what comes after.
+        service: whose metrics they are.
+        paths: that are known; all others are counted as one.
+    """
+
+    def __init__(
+        self, app: Callable[[Scope, Receive, Send], Awaitable[None]], service: Service, paths: set[str]
+    ) -> None:
+        self._app = app
+        self._service = service
+        self._paths = paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, and look at the status."""
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                path = scope["path"] if scope["path"] in self._paths else "other"
+                self._service.metrics.responses[path, message["status"]] += 1
+            await send(message)
+
+        await self._app(scope, receive, counted)

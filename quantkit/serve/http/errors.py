@@ -1,0 +1,107 @@
+"""Every failure as OpenAI's error object with the right status; a wrong request is never a 500."""
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, Response
+
+from quantkit.errors import EngineError, QueueFullError, UsageError
+from quantkit.serve.async_engine import EngineStoppedError
+
+MAX_MESSAGE = 2000  # characters
+RETRY_AFTER_S = "1"
+logger = logging.getLogger(__name__)
+Handler = Callable[[Request, Any], Awaitable[Response]]
+TYPES: Mapping[int, str] = {
+    HTTPStatus.UNAUTHORIZED: "authentication_error",
+    HTTPStatus.NOT_FOUND: "not_found_error",
+    HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
+    HTTPStatus.SERVICE_UNAVAILABLE: "service_unavailable_error",
+    HTTPStatus.INTERNAL_SERVER_ERROR: "server_error",
+}
+
+
+class ModelNotFoundError(UsageError):
+    """A request for another model than the one that is served."""
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    # Half a surrogate pair may come back from a request, and no answer can carry it.
+    text = message.encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE]
+    place = None if param is None else param.encode("utf-8", "backslashreplace").decode()[:MAX_MESSAGE]
+    kind = TYPES.get(status, "invalid_request_error")
+    return {"error": {"message": text, "type": kind, "param": place, "code": code}}
+
+
+def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
+    """A whole answer that says what went wrong."""
+    is_busy = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+    return JSONResponse(
+        error_body(status, message, param=param, code=code),
+        status_code=status,
+        headers={"Retry-After": RETRY_AFTER_S} if is_busy else None,
+    )
+
+
+def status_of(error: Exception) -> int:
+    """The status that an exception of the engine's or ours deserves."""
+    if isinstance(error, ModelNotFoundError):
+        return HTTPStatus.NOT_FOUND
+    if isinstance(error, UsageError):
+        return HTTPStatus.BAD_REQUEST
+    if isinstance(error, QueueFullError):
+        return HTTPStatus.TOO_MANY_REQUESTS
+    if isinstance(error, EngineStoppedError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Make the application answer every exception in OpenAI's form."""
+
+    async def on_wrong_body(_request: Request, error: RequestValidationError) -> Response:
+        param, message = _first_problem(error)
+        return error_response(HTTPStatus.BAD_REQUEST, message, param=param)
+
+    async def on_http(_request: Request, error: HTTPException) -> Response:
+        response = error_response(error.status_code, str(error.detail))
+        response.headers.update(error.headers or {})
+        return response
+
+    async def on_known(_request: Request, error: Exception) -> Response:
+        code = "model_not_found" if isinstance(error, ModelNotFoundError) else None
+        return error_response(status_of(error), str(error), code=code)
+
+    async def on_bug(_request: Request, error: Exception) -> Response:
+        logger.error("a request failed", exc_info=error)
+        return error_response(HTTPStatus.INTERNAL_SERVER_ERROR, f"the server failed: {type(error).__name__}")
+
+    handlers: list[tuple[type[Exception], Handler]] = [
+        (RequestValidationError, on_wrong_body),
+        (HTTPException, on_http),
+        (UsageError, on_known),
+        (EngineError, on_known),
+        (Exception, on_bug),
+    ]
+    for kind, handler in handlers:
+        app.add_exception_handler(kind, handler)
+
+
+def _first_problem(error: RequestValidationError) -> tuple[str | None, str]:
+    """Where the body is wrong and how: an unknown field first, since it is the surest finding."""
+    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = problems[0]
+    place = ".".join(str(part) for part in problem["loc"] if part != "body")
+    if problem["type"] == "extra_forbidden":
+        return place, f"{place}: there is no such field"
+    if problem["type"] == "json_invalid":
+        return None, f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
+    if not place:
+        return None, "the body is no JSON object (send it with Content-Type: application/json)"
+    return place, f"{place}: {problem['msg']}"

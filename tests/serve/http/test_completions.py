@@ -1,0 +1,317 @@
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+TEXT = "The quick brown fox"
+
+
+def events(response: httpx.Response) -> list[Any]:
+    """The documents of a stream, which must end with [DONE] and nothing after it."""
+    lines = [line.removeprefix("data: ") for line in response.text.split("\n\n") if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_the_official_client(server: Any) -> None:
+    done = server.openai.completions.create(model="tiny", prompt=TEXT, max_tokens=12, temperature=0, seed=1)
+    expected = server.openai.completions.create(model="tiny", prompt=TEXT, max_tokens=12, temperature=0)
+    assert done.object == "text_completion"
+    assert done.model == "tiny"
+    assert done.choices[0].text == expected.choices[0].text
+    assert done.choices[0].finish_reason in ("stop", "length")
+    assert done.usage.prompt_tokens == len(server.engine.tokenizer(TEXT).input_ids)
+    assert done.usage.total_tokens == done.usage.prompt_tokens + done.usage.completion_tokens
+    assert [model.id for model in server.openai.models.list()] == ["tiny"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.5])
+def test_a_stream_is_the_whole_in_pieces(server: Any, temperature: float) -> None:
+    settings = {
+        "model": "tiny",
+        "prompt": "Größe 東京 🙂",
+        "max_tokens": 60,
+        "temperature": temperature,
+        "seed": 5,
+        "n": 2,
+        "stop": ["zq", "\n\n"],
+        "logprobs": 2,
+        "ignore_eos": True,
+    }
+    whole = server.post("/v1/completions", settings).json()
+    parts = events(
+        server.post("/v1/completions", {**settings, "stream": True, "stream_options": {"include_usage": True}})
+    )
+    assert parts[-1]["choices"] == []
+    usage, before = (dict(part["usage"], prompt_tokens_details=None) for part in (parts[-1], whole))
+    assert usage == before
+    for index in range(2):
+        mine = [part["choices"][0] for part in parts[:-1] if part["choices"][0]["index"] == index]
+        expected = whole["choices"][index]
+        assert "".join(part["text"] for part in mine) == expected["text"]
+        assert [part["finish_reason"] for part in mine if part["finish_reason"]] == [expected["finish_reason"]]
+        assert mine[-1]["finish_reason"] == expected["finish_reason"], "nothing comes after the end"
+        for field in ("tokens", "token_logprobs", "text_offset"):
+            joined = [value for part in mine if part["logprobs"] for value in part["logprobs"][field]]
+            wanted = expected["logprobs"][field]
+            # Cached prompts are computed in other shapes, which round differently.
+            assert joined == (pytest.approx(wanted, abs=1e-4) if field == "token_logprobs" else wanted)
+
+
+def test_several_prompts(server: Any) -> None:
+    prompts = [TEXT, "A model reads", "{"]
+    single = [
+        server.post("/v1/completions", {"prompt": p, "n": 2, "seed": 3, "max_tokens": 8}).json()["choices"]
+        for p in prompts
+    ]
+    together = server.post("/v1/completions", {"prompt": prompts, "n": 2, "seed": 3, "max_tokens": 8}).json()
+    assert [choice["index"] for choice in together["choices"]] == list(range(6))
+    assert [c["text"] for c in together["choices"]] == [c["text"] for choices in single for c in choices]
+    ids = server.engine.tokenizer(TEXT).input_ids
+    by_ids = server.post("/v1/completions", {"prompt": [ids, ids], "temperature": 0}).json()["choices"]
+    assert by_ids[0]["text"] == by_ids[1]["text"]
+    assert (
+        server.post("/v1/completions", {"prompt": ids, "temperature": 0}).json()["choices"][0]["text"]
+        == by_ids[0]["text"]
+    )
+
+
+def test_stop_strings_across_tokens(server: Any) -> None:
+    """A stop string that lies across tokens ends the text, and no piece of it is seen in a stream."""
+    base = {"prompt": TEXT, "max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    text = server.post("/v1/completions", base).json()["choices"][0]["text"]
+    stop = text[7:12]
+    expected = text[: text.find(stop)]
+    choice = server.post("/v1/completions", {**base, "stop": stop}).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (expected, "stop", stop)
+    parts = events(server.post("/v1/completions", {**base, "stop": stop, "stream": True}))
+    assert "".join(part["choices"][0]["text"] for part in parts) == expected
+
+
+def test_logprobs(server: Any) -> None:
+    """The values of a full forward pass through the same model."""
+    ids = server.engine.tokenizer(TEXT).input_ids
+    body = {"prompt": ids, "max_tokens": 4, "temperature": 0, "logprobs": 3, "prompt_logprobs": 1}
+    choice = server.post("/v1/completions", body).json()["choices"][0]
+    found = choice["logprobs"]
+    assert "".join(found["tokens"])[: len(choice["text"])] == choice["text"]
+    assert found["text_offset"][0] == 0
+    assert all(1 <= len(top) <= 3 for top in found["top_logprobs"]), "broken characters look alike"
+    for logprob, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
+        assert logprob == max(top.values())
+    of_prompt = choice["prompt_logprobs"]
+    assert len(of_prompt) == len(ids)
+    assert of_prompt[0] is None
+    server.wait_until_idle()
+    rows = server.engine.score(ids)
+    for position in range(1, len(ids)):
+        entry = of_prompt[position][str(ids[position])]
+        assert entry["logprob"] == pytest.approx(float(rows[position - 1, ids[position]]), abs=1e-3)
+
+
+def test_structured_output(server: Any) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "integer", "maximum": 99, "minimum": 0}, "b": {"enum": ["x", "y"]}},
+        "required": ["a", "b"],
+        "additionalProperties": False,
+    }
+    valid = server.metric("quantkit:structured_schema_valid_total", valid="true")
+    for field in ({"guided_json": schema}, {"structured_outputs": {"json": schema}}):
+        body = {"prompt": TEXT, "max_tokens": 200, "seed": 2, **field}
+        choice = server.post("/v1/completions", body).json()["choices"][0]
+        value = json.loads(choice["text"])
+        assert set(value) == {"a", "b"}
+        structured = choice["structured"]
+        assert structured["schema_valid"] is True
+        assert structured["unenforced"] == []
+        assert structured["num_forced_tokens"] > 0
+        assert 0 < structured["legal_mass"] < 1
+    assert server.metric("quantkit:structured_schema_valid_total", valid="true") == valid + 2
+    assert server.metric("quantkit:structured_repaired_total") >= 2
+    cut = server.post("/v1/completions", {"prompt": TEXT, "max_tokens": 3, "guided_json": schema}).json()["choices"][0]
+    assert cut["finish_reason"] == "length"
+    assert cut["structured"]["schema_valid"] is False
+    assert server.metric("quantkit:structured_truncated_total") >= 1
+
+
+def test_what_a_grammar_leaves_out_is_said_and_judged(server: Any) -> None:
+    schema = {"type": "array", "items": {"enum": [1]}, "minItems": 2, "maxItems": 2, "uniqueItems": True}
+    choice = server.post("/v1/completions", {"prompt": "x", "max_tokens": 100, "guided_json": schema}).json()[
+        "choices"
+    ][0]
+    assert json.loads(choice["text"]) == [1, 1]
+    assert choice["structured"]["unenforced"] == ["/uniqueItems"]
+    assert choice["structured"]["schema_valid"] is False
+
+
+def test_other_forms(server: Any) -> None:
+    body = {"prompt": TEXT, "max_tokens": 40}
+    texts = {
+        name: server.post("/v1/completions", {**body, name: value}).json()["choices"][0]["text"]
+        for name, value in (
+            ("guided_choice", ["yes", "no"]),
+            ("guided_regex", "[0-9]{3}"),
+            ("guided_grammar", 'root ::= "a" "b"? "c"\n'),
+        )
+    }
+    assert texts["guided_choice"] in ("yes", "no")
+    assert texts["guided_regex"].isdigit()
+    assert len(texts["guided_regex"]) == 3
+    assert texts["guided_grammar"] in ("ac", "abc")
+
+
+def test_a_character_is_never_split(server: Any) -> None:
+    """Its bytes are tokens of their own; the stream waits for the last of them."""
+    text = "Größe 東京 🙂👩‍🚀 здравствуй"
+    body = {"prompt": "x", "max_tokens": 200, "guided_choice": [text], "stream": True}
+    pieces = [part["choices"][0]["text"] for part in events(server.post("/v1/completions", body))]
+    assert "".join(pieces) == text
+    assert len(pieces) > 10
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a", "frobnicate": 1}, "frobnicate: there is no such field", "frobnicate"),
+        (COMPLETIONS, {"prompt": "a", "temperature": -1}, "temperature=-1", None),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "temperature": "1"},
+            "temperature: Input should be a valid number",
+            "temperature",
+        ),
+        (COMPLETIONS, {"prompt": "a", "top_p": 0}, "top_p=0", None),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0}, "max_tokens=0 is neither None nor an integer of 1", None),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 10**30}, "", None),
+        (COMPLETIONS, {"prompt": "a", "n": 512}, "n=512 is not an integer from 1 to 128", None),
+        (COMPLETIONS, {"prompt": ["a"] * 65, "n": 2}, "65 prompts with n=2 are more than 128 continuations", None),
+        (COMPLETIONS, {"prompt": "a", "echo": True}, "echo=true is not supported", None),
+        (COMPLETIONS, {"prompt": "a", "suffix": "b"}, "suffix is not supported", None),
+        (COMPLETIONS, {"prompt": "a", "best_of": 3}, "best_of=3 is not supported", None),
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs=21", None),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias holds 'x', which is no token id", None),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias holds 9999", None),
+        (COMPLETIONS, {"prompt": "a", "stop_token_ids": [999]}, "stop_token_ids holds 999", None),
+        (COMPLETIONS, {"prompt": "a", "priority": 1}, "priority=1 needs scheduling_policy='priority'", None),
+        (COMPLETIONS, {"prompt": ""}, "the prompt is empty", None),
+        (COMPLETIONS, {"prompt": []}, "prompt is an empty list", None),
+        (COMPLETIONS, {"prompt": [999]}, "the prompt holds token 999", None),
+        (COMPLETIONS, {"prompt": "a\ud800"}, "the prompt is not UTF-8 text", None),
+        (COMPLETIONS, {"prompt": "a " * 2000}, "", None),
+        (COMPLETIONS, {}, "prompt: Field required", "prompt"),
+        (COMPLETIONS, [], "the body is no JSON object", None),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options needs stream=true", None),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos=true and a form", None),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": "(a"}, "regex cannot be compiled", None),
+        (
+            COMPLETIONS,
+            {"prompt": "a", "guided_regex": "a", "guided_choice": ["a"]},
+            "the answer can have one form",
+            None,
+        ),
+        (COMPLETIONS, {"prompt": "a", "guided_json": {"type": "x"}}, "json_schema is no JSON Schema: at /type", None),
+        (COMPLETIONS, {"prompt": "a", "structured_outputs": {"xml": ""}}, "structured_outputs.xml: there is no", None),
+        (COMPLETIONS, {"prompt": "a", "guided_decoding_backend": "x"}, "guided_decoding_backend: there is no", None),
+        (CHAT, {"messages": []}, "a chat needs at least one message", None),
+        (CHAT, {"messages": [{"role": "king", "content": "a"}]}, "messages.0.role: Input should be", "messages.0.role"),
+        (CHAT, {"messages": [{"role": "user"}]}, "messages: a message of the user has no content", None),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", None),
+        (CHAT, {**MESSAGES, "top_logprobs": 2}, "top_logprobs needs logprobs=true", None),
+        (CHAT, {**MESSAGES, "tool_choice": "required"}, "tool_choice needs tools", None),
+        (CHAT, {**MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens and max_completion_tokens", None),
+        (CHAT, {**MESSAGES, "response_format": {"type": "json_schema"}}, "response_format: json_schema belongs", None),
+        (CHAT, {**MESSAGES, "response_format": {"type": "xml"}}, "response_format.type: Input should be", None),
+        (CHAT, {**MESSAGES, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs cannot be streamed", None),
+        (CHAT, {**MESSAGES, "audio": {}}, "audio: there is no such field", "audio"),
+        ("/tokenize", {}, "give either prompt or messages", None),
+        ("/detokenize", {"tokens": [-1]}, "tokens holds -1", None),
+    ],
+    ids=lambda value: str(value)[:50],
+)
+def test_every_bad_field_is_a_400_that_names_it(
+    server: Any, path: str, body: Any, message: str, param: str | None
+) -> None:
+    found = server.error(path, body)
+    assert found["type"] == "invalid_request_error"
+    assert found["message"].startswith(message)
+    if param is not None:
+        assert found["param"] == param
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"{", b"", b"[1", b'{"prompt": ' + b"[" * 5000, b"\xff\xfe", b'{"prompt": "a", "seed": ' + b"9" * 5000 + b"}"],
+)
+def test_a_body_that_is_no_json_is_a_400(server: Any, content: bytes) -> None:
+    response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"]
+
+
+def test_numbers_that_json_does_not_know(server: Any) -> None:
+    for text in ("NaN", "Infinity", "1e999"):
+        content = f'{{"prompt": "a", "temperature": {text}}}'
+        response = server.http.post(COMPLETIONS, content=content, headers={"Content-Type": "application/json"})
+        assert response.status_code == 400, response.text
+        assert "temperature" in response.json()["error"]["message"]
+
+
+def test_other_errors(server: Any) -> None:
+    assert server.error(COMPLETIONS, {"model": "gpt", "prompt": "a"}, 404)["code"] == "model_not_found"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here"):
+        server.openai.completions.create(model="gpt", prompt="a")
+    assert server.http.get("/nowhere").json()["error"]["type"] == "not_found_error"
+    assert server.http.get(COMPLETIONS).status_code == 405
+    assert (
+        server.error(COMPLETIONS, {"prompt": "a" * 5_000_000}, 413)["message"]
+        == "the body is larger than 4194304 bytes"
+    )
+    chunked = server.http.post(
+        COMPLETIONS, content=iter([b" " * 1_000_000] * 5), headers={"Content-Type": "application/json"}
+    )
+    assert chunked.status_code == 413
+
+
+def test_null_is_as_if_absent(server: Any) -> None:
+    body = {"prompt": TEXT, "temperature": 0, "max_tokens": 5}
+    extra = {"stop": None, "logprobs": None, "n": None, "frobnicate": None, "stream": None, "seed": None}
+    first, second = (server.post(COMPLETIONS, b).json()["choices"][0]["text"] for b in (body, body | extra))
+    assert first == second
+
+
+def test_tokens(server: Any) -> None:
+    ids = server.engine.tokenizer(TEXT).input_ids
+    assert server.post("/tokenize", {"prompt": TEXT}).json() == {
+        "tokens": ids,
+        "count": len(ids),
+        "max_model_len": 1536,
+    }
+    assert server.post("/detokenize", {"tokens": ids}).json() == {"prompt": TEXT}
+    chat = server.post("/tokenize", MESSAGES).json()["tokens"]
+    assert chat == server.engine.chat.render(MESSAGES["messages"])
+
+
+def test_the_key(make_server: Any) -> None:
+    locked = make_server((("api_key", "secret"),))
+    assert locked.openai.models.list().data[0].id == "tiny"
+    for headers in (
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "secret"},
+        {"Authorization": "Bearer \xff"},
+    ):
+        raw = {name: value.encode("latin-1") for name, value in headers.items()}
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere"):
+            response = httpx.get(locked.url + path, headers=raw)
+            assert response.status_code == 401
+            assert response.json()["error"]["type"] == "authentication_error"
+    assert httpx.get(locked.url + "/health").status_code == 200
