@@ -7,6 +7,7 @@ from typing import Any
 
 from quantkit import __version__
 from quantkit.errors import CheckpointError
+from quantkit.evaluation_cache import CachedEvaluation
 from quantkit.formats.shards import write_text_durably
 from quantkit.gguf_source import file_sha256
 from quantkit.output_paths import check_outputs, check_reports, records_folder
@@ -14,6 +15,7 @@ from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe
 from quantkit.recipe.gates import FileSuite
 from quantkit.serve import Engine, EngineConfig, EngineModel
+from quantkit.serve.device import DeviceName
 from quantkit.source import ModelSource, open_source
 from quantkit.verify import verify_checkpoint
 from quantkit_eval.comparability import Evaluation
@@ -33,13 +35,23 @@ MAX_MODEL_LEN = 1024  # tokens of a request of the suites, prompt and answer
 SEED = 0  # of the items: fixed, so that every run of every recipe judges the same ones
 
 
-def run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False, progress: Progress | None = None) -> Verdict:
+def run(
+    recipe: Recipe,
+    *,
+    overwrite: bool = False,
+    resume: bool = False,
+    use_cache: bool = True,
+    device: DeviceName = "auto",
+    progress: Progress | None = None,
+) -> Verdict:
     """Do everything that the recipe asks for and judge it.
 
     Args:
         recipe: names a model. Without `quantization` the model is compared with itself (A/A).
         overwrite: replace a checkpoint and records of an earlier run.
         resume: go on from what an interrupted run of the same recipe has finished: blocks, checkpoint, records.
+        use_cache: take the baseline's evaluation from the cache, if it is there, and keep it there.
+        device: where both engines run.
         progress: is called with (stage, done, total).
 
     Returns:
@@ -65,15 +77,9 @@ def run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False, progre
         tell("verify", 0, 1)
         verify_checkpoint(checkpoint, source).raise_for_failure()
         tell("verify", 1, 1)
-    baseline = EngineModel(Engine(source, engine_config(source)))
-    candidate = EngineModel(Engine(source if checkpoint is None else checkpoint, engine_config(source)))
-    suites = recipe.gates.suite_options
-    if not _is_evaluated(baseline, records / "baseline"):
-        (records / "candidate" / RESULT_FILE).unlink(missing_ok=True)  # it refers to the baseline's
-        evaluate(baseline, suites, SEED, records / "baseline", None, _named(tell, "baseline"))
-    if not _is_evaluated(candidate, records / "candidate"):
-        reference = records / "baseline" if "nll" in suites else None
-        evaluate(candidate, suites, SEED, records / "candidate", reference, _named(tell, "candidate"))
+    baseline = EngineModel(Engine(source, engine_config(source, device)))
+    candidate = EngineModel(Engine(source if checkpoint is None else checkpoint, engine_config(source, device)))
+    _evaluate_both(recipe, records, baseline, candidate, tell, use_cache=use_cache)
     speeds = measure_throughput(
         baseline, candidate, BATCH_SIZES, new_tokens=NEW_TOKENS, progress=_named(tell, "throughput")
     )
@@ -85,10 +91,29 @@ def run(recipe: Recipe, *, overwrite: bool = False, resume: bool = False, progre
     return verdict
 
 
-def engine_config(source: ModelSource) -> EngineConfig:
+def _evaluate_both(
+    recipe: Recipe, records: Path, baseline: EngineModel, candidate: EngineModel, tell: Progress, *, use_cache: bool
+) -> None:
+    """Leave the records of both, as far as they are not there."""
+    suites = recipe.gates.suite_options
+    if not _is_evaluated(baseline, records / "baseline"):
+        (records / "candidate" / RESULT_FILE).unlink(missing_ok=True)  # it refers to the baseline's
+        cached = CachedEvaluation(baseline.describe(), suites, SEED)
+        if use_cache and cached.copy_to(records / "baseline"):
+            tell(f"baseline: from the cache {cached.folder.parent}", 1, 1)
+        else:
+            evaluate(baseline, suites, SEED, records / "baseline", None, _named(tell, "baseline"))
+            if use_cache:
+                cached.keep(records / "baseline")
+    if not _is_evaluated(candidate, records / "candidate"):
+        reference = records / "baseline" if "nll" in suites else None
+        evaluate(candidate, suites, SEED, records / "candidate", reference, _named(tell, "candidate"))
+
+
+def engine_config(source: ModelSource, device: DeviceName = "auto") -> EngineConfig:
     """Settings for the suites: two engines stand side by side, and short prompts need no large cache."""
     longest = getattr(source.config, "max_position_embeddings", MAX_MODEL_LEN)
-    return EngineConfig(max_model_len=min(MAX_MODEL_LEN, longest))
+    return EngineConfig(device=device, max_model_len=min(MAX_MODEL_LEN, longest))
 
 
 def _refuse_to_replace(recipe: Recipe, records: Path, allowed: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from quantkit.algorithms import Algorithm, Solution, load_algorithm
-from quantkit.allocation.allocate import allocate
+from quantkit.allocation.allocate import allocate, check_target
 from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
 from quantkit.calibration.dataset import CalibrationSet, build_calibration
 from quantkit.calibration.heap import return_large_blocks
@@ -74,6 +74,8 @@ def quantize_model(
     check_outputs(recipe, plan.source, overwrite=overwrite or resume)
     for note in plan.notes:
         logger.warning("%s", note)
+    if recipe.require_quantization().has_target:
+        check_target(plan, recipe)
     algorithm = _algorithm(recipe, plan)
     calibration = _calibration(recipe, plan, algorithm, report)
     allocation = None

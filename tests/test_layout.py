@@ -24,7 +24,7 @@ PACKAGES = {
     "quantkit_eval": ROOT / "eval" / "quantkit_eval",
 }
 ALLOWED = {
-    "quantkit_kernels": {"quantkit_kernels", "torch", "triton"},
+    "quantkit_kernels": {"quantkit_kernels", "torch", "triton", "numpy"},
     "quantkit_eval": {
         *(
             "quantkit_eval",
@@ -36,6 +36,7 @@ ALLOWED = {
             "referencing",
             "jinja2",
             "markupsafe",
+            "httpx",
         ),
     },
     "quantkit": {

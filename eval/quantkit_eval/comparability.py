@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from quantkit_eval.errors import IncomparableResults, RecordError
+from quantkit_eval.protocol import MESSAGES_ONLY, RENDERED_BY_SERVER
 from quantkit_eval.record_types import Party, Result, Sample, SuiteRecord, Throughput
 from quantkit_eval.records import RESULT_FILE, SAMPLES_FILE, read_result, read_samples
 
@@ -74,7 +75,7 @@ def check_comparable(baseline: Evaluation, candidate: Evaluation) -> None:
     Raises:
         IncomparableResults: names what differs, with both values.
     """
-    _check_equal("template_hash", baseline.result["template_hash"], candidate.result["template_hash"])
+    _check_templates(baseline.result["template_hash"], candidate.result["template_hash"])
     _check_equal("sampling", baseline.result["sampling"], candidate.result["sampling"])
     for suite in shared_suites(baseline, candidate):
         first, second = baseline.result["suites"][suite], candidate.result["suites"][suite]
@@ -100,6 +101,13 @@ def check_measured_models(throughput: Throughput, baseline: Evaluation, candidat
                 f"the throughput is of another {side}: {measured}, but evaluated was {evaluation.result['model']}",
                 fix="Measure it again",
             )
+
+
+def _check_templates(baseline: str, candidate: str) -> None:
+    """Where a server rendered the prompts, its template has no hash; what it made of each item has, and is compared."""
+    both = (baseline, candidate)
+    if RENDERED_BY_SERVER not in both or MESSAGES_ONLY in both:
+        _check_equal("template_hash", baseline, candidate)
 
 
 def _check_equal(what: str, baseline: object, candidate: object) -> None:

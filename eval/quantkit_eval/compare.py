@@ -78,6 +78,13 @@ def _check_gates_were_run(gates: Gates, baseline: Evaluation, candidate: Evaluat
         asked.append(("max_kl_mean_nats", "nll"))
     for gate, suite in asked:
         if suite not in shared:
+            for side in (baseline, candidate):
+                if suite in side.result.get("not_offered", {}):
+                    raise OptionError(
+                        f"gate {gate} asks about suite {suite!r}, which {side.folder} lacks: "
+                        f"{side.result['not_offered'][suite]}",
+                        fix="Drop the gate",
+                    )
             raise OptionError(
                 f"gate {gate} asks about suite {suite!r}, but both were evaluated on {', '.join(shared) or 'no suite'}",
                 fix=f"Evaluate both on {suite!r} or drop the gate",

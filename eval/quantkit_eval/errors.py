@@ -4,6 +4,12 @@ The package stands alone, so this family is its own; a command catches it beside
 leaves with ``exit_code``.
 """
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from quantkit_eval.protocol import Generation
+
 
 class EvalError(Exception):
     """A known failure of an evaluation (exit code 1).
@@ -41,3 +47,21 @@ class IncomparableResults(EvalError):
 
 class ModelOutputError(EvalError):
     """A model broke the protocol: generations missing or out of order, scores of a wrong shape or not finite."""
+
+
+class NotOfferedError(EvalError):
+    """A server does not tell what a suite needs, so that the suite is left out rather than guessed."""
+
+
+class TargetError(EvalError):
+    """A server cannot be reached, refuses, or answers what is no answer.
+
+    Args:
+        message: as in `EvalError`.
+        fix: likewise.
+        finished: what the server had answered of the requests that it was asked together.
+    """
+
+    def __init__(self, message: str, *, fix: str | None = None, finished: "Sequence[Generation]" = ()) -> None:
+        super().__init__(message, fix=fix)
+        self.finished = tuple(finished)

@@ -6,7 +6,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from quantkit_eval.errors import ModelOutputError, OptionError, RecordError
+from quantkit_eval.answer_log import ANSWERS_FILE, AnswerLog
+from quantkit_eval.errors import ModelOutputError, NotOfferedError, OptionError, RecordError
 from quantkit_eval.machine import describe_machine
 from quantkit_eval.protocol import Model
 from quantkit_eval.record_types import Result, Sample, SuiteRecord
@@ -20,7 +21,7 @@ from quantkit_eval.records import (
     write_samples,
 )
 from quantkit_eval.reference import REFERENCE_FILE, Reference
-from quantkit_eval.suites import BATCH_ITEMS, Progress, SuiteRun, load_suite
+from quantkit_eval.suites import BATCH_ITEMS, Progress, Suite, SuiteRun, load_suite
 from quantkit_eval.suites.item_counts import count_items
 
 GREEDY = {"temperature": 0.0, "top_p": 1.0}
@@ -34,16 +35,21 @@ def evaluate(
     reference: Path | None = None,
     progress: Progress | None = None,
     batch_items: int = BATCH_ITEMS,
+    *,
+    keep_answers: bool = False,
+    resume: bool = False,
 ) -> Result:
     """Evaluate a model and write samples.jsonl, result.json and, as a baseline with ``nll``, nll.safetensors.
 
     The files appear together at the end, result.json last; an evaluation that stops half-way changes no record and
-    leaves no folder that was not there.
+    leaves no folder that was not there, unless there are answers to keep. A suite that a server cannot serve is left
+    out, and result.json says why.
 
     Args:
         model: what is evaluated.
         suites: name of a suite -> its options; an empty mapping takes the defaults. The option ``kind: file`` makes a
-            suite of the user's own prompts under that name (``suites.file``).
+            suite of the user's own prompts under that name (``suites.file``). A name that ends with ``+constrained`` is
+            that suite with its answers forced into the form of each item.
         seed: of the items; a candidate needs the seed of its baseline.
         out: folder for the records, made if need be; earlier records in it are replaced.
         reference: folder of the baseline's records (or its nll.safetensors), which the suite ``nll`` reads; None if
@@ -51,6 +57,8 @@ def evaluate(
         progress: called with the suite, the items done and the items in all.
         batch_items: items handed to the model at once. What a model answers should not depend on it, and the noise
             floor is how much it does: evaluate the baseline a second time with another number (``compare``'s control).
+        keep_answers: keep what the model answered until the records are complete, in answers.partial.jsonl.
+        resume: go on with the answers that an evaluation of the same model left there; what is not there is asked for.
 
     Returns:
         The content of result.json.
@@ -59,6 +67,8 @@ def evaluate(
         OptionError: no suite, an unknown one, or wrong options.
         RecordError, ReferenceMismatch: the reference is missing, damaged or belongs to something else.
         ModelOutputError: the model broke the protocol.
+        TargetError: a server failed.
+        NotOfferedError: it can serve none of the suites.
     """
     if batch_items < 1:
         raise OptionError(f"batch_items={batch_items} must be at least 1")
@@ -66,17 +76,14 @@ def evaluate(
     runners = {name: load_suite(name, options.get("kind")) for name, options in suites.items()}
     party = describe_model(model)
     with _working_folder(out) as folder:
-        samples: list[Sample] = []
-        records: dict[str, SuiteRecord] = {}
-        for suite, run in runners.items():
-            report = _report_to(progress, suite)
-            try:
-                outcome = run(SuiteRun(suite, model, suites[suite], seed, folder, reference, report, batch_items))
-            except ModelOutputError as error:
-                who = party["model"].get("name") or "the model"
-                raise ModelOutputError(f"{who}, suite {suite!r}: {error.message}", fix=error.fix) from error
-            samples += outcome.samples
-            records[suite] = outcome.record
+        answers = AnswerLog(out / ANSWERS_FILE, party, resume=resume) if keep_answers or resume else None
+        runs = {
+            suite: SuiteRun(
+                suite, model, options, seed, folder, reference, _report_to(progress, suite), batch_items, answers
+            )
+            for suite, options in suites.items()
+        }
+        samples, records, not_offered = _ask(runners, runs, party["model"].get("name") or "the model")
         samples_sha256 = write_samples(folder / SAMPLES_FILE, samples)
         result: Result = {
             "schema_version": SCHEMA_VERSION,
@@ -90,9 +97,40 @@ def evaluate(
             "samples_sha256": samples_sha256,
             "suites": records,
         }
+        if not_offered:
+            result["not_offered"] = not_offered
         write_result(folder / RESULT_FILE, result)
         _replace_records(folder, out)
+        if answers is not None:
+            answers.remove()
     return result
+
+
+def _ask(
+    runners: Mapping[str, Suite], runs: Mapping[str, SuiteRun], who: str
+) -> tuple[list[Sample], dict[str, SuiteRecord], dict[str, str]]:
+    """Run every suite: the samples of all, the record of each, and of those that cannot be run why.
+
+    Raises:
+        ModelOutputError: with the model and the suite named.
+        NotOfferedError: no suite can be run.
+    """
+    samples: list[Sample] = []
+    records: dict[str, SuiteRecord] = {}
+    not_offered: dict[str, str] = {}
+    for suite, run in runners.items():
+        try:
+            outcome = run(runs[suite])
+        except ModelOutputError as error:
+            raise ModelOutputError(f"{who}, suite {suite!r}: {error.message}", fix=error.fix) from error
+        except NotOfferedError as error:
+            not_offered[suite] = str(error)
+            continue
+        samples += outcome.samples
+        records[suite] = outcome.record
+    if not records:
+        raise NotOfferedError(f"none of the suites can be run: {'; '.join(not_offered.values())}")
+    return samples, records, not_offered
 
 
 def check_evaluation(suites: Mapping[str, Mapping[str, Any]], out: Path, reference: Path | None = None) -> None:

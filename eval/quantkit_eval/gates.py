@@ -84,8 +84,10 @@ def judge_drop(suite: str, metric: str, counts: PairedCounts, max_drop_pp: float
     candidate = (counts.both + counts.improved) / n if n else None
     difference = (counts.improved - counts.regressed) / n if n else None
     passes = is_non_inferior(counts.improved, counts.regressed, n, margin)
-    is_empty = passes and baseline is not None and baseline <= margin and low <= 0
-    verdict: Outcome = "pass" if passes and not is_empty else "fail" if p_holm < ALPHA else "inconclusive"
+    has_nothing_to_lose = baseline is not None and baseline <= margin and low <= 0
+    is_pass = passes and not has_nothing_to_lose
+    verdict: Outcome = "pass" if is_pass else "fail" if p_holm < ALPHA else "inconclusive"
+    is_empty = has_nothing_to_lose and (passes or verdict == "inconclusive")  # more items would change nothing
     needed = None
     if verdict == "inconclusive" and not is_empty:
         needed = items_needed(counts.improved, counts.regressed, n, margin)

@@ -5,6 +5,7 @@ asked of it.
 """
 
 import hashlib
+import json
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +13,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from quantkit_eval.errors import ModelOutputError
+
 Message = Mapping[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+# In place of a template_hash, where a server keeps its template to itself:
+RENDERED_BY_SERVER = "rendered by the server"  # it shows the token ids of each prompt, so prompt_hash says all
+MESSAGES_ONLY = "unknown: hashes are of messages and token counts"  # it does not; prompt_hash is ``hash_messages``
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +35,7 @@ class GenerationRequest:
         seed: of the sampling; None leaves it to the model. Greedy ignores it.
         stop: strings that end the text; they are not part of it.
         ignore_eos: go on to max_tokens, whatever the model says. For measuring speed.
+        schema: the JSON Schema that the answer is forced into; None leaves the form to the model.
     """
 
     id: str
@@ -38,6 +46,7 @@ class GenerationRequest:
     seed: int | None = None
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +56,13 @@ class Generation:
     Attributes:
         id: of the request.
         text: the new text, without special tokens and without the stop string.
-        token_ids: the new tokens.
+        token_ids: the new tokens; empty if a server tells only how many they were.
         finish_reason: ``stop`` (end of sequence or a stop string) or ``length`` (max_tokens reached).
         prompt_hash: ``hash_token_ids`` of the rendered prompt; equal hashes mean equal input.
         num_prompt_tokens: tokens of the rendered prompt.
+        num_counted_tokens: new tokens, where ``token_ids`` does not hold them.
+        num_forced_tokens: new tokens for which the schema left no choice; None if there was none or nobody tells.
+        legal_mass: mean probability that the model itself gave to the tokens which the schema allowed; None likewise.
     """
 
     id: str
@@ -59,6 +71,14 @@ class Generation:
     finish_reason: str
     prompt_hash: str
     num_prompt_tokens: int
+    num_counted_tokens: int | None = None
+    num_forced_tokens: int | None = None
+    legal_mass: float | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """New tokens."""
+        return len(self.token_ids) if self.num_counted_tokens is None else self.num_counted_tokens
 
 
 @runtime_checkable
@@ -92,6 +112,52 @@ class Model(Protocol):
         ...
 
 
+@runtime_checkable
+class TokenScorer(Protocol):
+    """A model that knows the probability of given tokens, but not of every other: most servers are such."""
+
+    def score_tokens(self, token_ids: Sequence[int]) -> Tensor:
+        """Log-probability of each token but the first.
+
+        Args:
+            token_ids: T tokens, used as they are.
+
+        Returns:
+            [T - 1] float32; entry t is that of token t + 1 given tokens 0 to t.
+
+        Raises:
+            NotOfferedError: it cannot tell exactly.
+        """
+        ...
+
+
+def check_generations(requests: Sequence[GenerationRequest], generations: Sequence[Generation]) -> None:
+    """Refuse generations that are not those of the requests, in their order, each with a proper end.
+
+    Raises:
+        ModelOutputError: says which.
+    """
+    asked, got = [request.id for request in requests], [generation.id for generation in generations]
+    if asked != got:
+        raise ModelOutputError(
+            f"the model answered {len(got)} requests, {got[:3]}..., not {len(asked)}, {asked[:3]}..."
+        )
+    for generation in generations:
+        if generation.finish_reason not in ("stop", "length"):
+            raise ModelOutputError(
+                f"request {generation.id!r} ended with {generation.finish_reason!r}, neither 'stop' nor 'length'"
+            )
+
+
 def hash_token_ids(token_ids: Sequence[int]) -> str:
     """The prompt_hash of a token sequence: sha256, in hex, of the ids as little-endian 32-bit integers."""
     return hashlib.sha256(struct.pack(f"<{len(token_ids)}i", *token_ids)).hexdigest()
+
+
+def hash_messages(messages: Sequence[Message], num_prompt_tokens: int) -> str:
+    """The prompt_hash where nobody shows the rendered prompt: of the chat and of how many tokens a server made of it.
+
+    Another template shows only if it gives another number of tokens.
+    """
+    content = [[dict(message) for message in messages], num_prompt_tokens]
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

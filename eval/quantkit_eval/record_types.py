@@ -55,7 +55,7 @@ class SuiteRecord(TypedDict):
 
 
 class Result(TypedDict):
-    """One model on its suites."""
+    """One model on its suites; ``not_offered`` says of each suite that could not be run why."""
 
     schema_version: int
     created: str
@@ -67,6 +67,7 @@ class Result(TypedDict):
     machine: dict[str, Any]
     samples_sha256: str
     suites: dict[str, SuiteRecord]
+    not_offered: NotRequired[dict[str, str]]
 
 
 class Ratio(TypedDict):

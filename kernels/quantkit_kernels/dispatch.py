@@ -20,7 +20,7 @@ from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
 from quantkit_kernels.cpu_int8 import CpuW8A8, CpuW8A16, cpu_int8_blocker
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_w4a16 import CpuW4A16, cpu_w4a16_blocker
-from quantkit_kernels.crossover_table import crossover
+from quantkit_kernels.crossover_table import DEFAULT, Crossover, crossover
 from quantkit_kernels.w4a16_layout import w4a16_blocker, w8a16_blocker
 
 
@@ -44,8 +44,13 @@ class Choice:
         return f"{self.operation}: {self.body} ({self.reason})"
 
 
+_interprets = False  # `interpreter.interpret_triton` sets it
+
+
 def triton_blocker(device: torch.device) -> str | None:
     """Why a Triton kernel cannot run on this device; None if it can."""
+    if device.type == "cpu" and _interprets:
+        return None
     if device.type != "cuda":
         return f"tensors are on {device.type}, Triton kernels need cuda"
     if importlib.util.find_spec("triton") is None:
@@ -81,10 +86,10 @@ CPU_MODULES = {
 @cache
 def choose(operation: str, device: torch.device) -> Choice:
     """The body of an operation that has one in Triton beside the reference, for tensors on ``device``."""
-    if device.type == "cpu" and operation in CPU_MODULES:
+    blocker = triton_blocker(device)
+    if blocker is not None and device.type == "cpu" and operation in CPU_MODULES:
         module = importlib.import_module(f"quantkit_kernels.{CPU_MODULES[operation]}")
         return Choice(operation, "cpu", f"tensors are on {device}", getattr(module, operation))
-    blocker = triton_blocker(device)
     if blocker is not None:
         return Choice(operation, "reference", blocker, getattr(reference, operation))
     module = importlib.import_module(f"quantkit_kernels.{TRITON_MODULES[operation]}")
@@ -94,15 +99,23 @@ def choose(operation: str, device: torch.device) -> Choice:
 @cache
 def choose_linear(device: torch.device, dtype: torch.dtype) -> Choice:
     """The body of linear for tensors of ``dtype`` on ``device``."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16_matmul():
+    if _is_widened(device, dtype):
         return Choice("linear", "cpu widened", f"torch.bfloat16 on a CPU with {describe_cpu()}", widened_linear)
     return Choice("linear", "aten", f"{dtype} on {device.type}", torch.nn.functional.linear)
 
 
 def activation_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """The type in which a model of ``dtype`` should keep its activations: float32 where that is what is multiplied."""
-    is_widened = device.type == "cpu" and dtype == torch.bfloat16 and not has_bfloat16_matmul()
-    return torch.float32 if is_widened else dtype
+    return torch.float32 if _is_widened(device, dtype) else dtype
+
+
+def _is_widened(device: torch.device, dtype: torch.dtype) -> bool:
+    is_for_cpu = device.type == "cpu" and triton_blocker(device) is not None
+    return is_for_cpu and dtype == torch.bfloat16 and not has_bfloat16_matmul()
+
+
+def _crossover_of(device: torch.device) -> Crossover:
+    return crossover(torch.cuda.get_device_name(device) if device.type == "cuda" else DEFAULT)
 
 
 class DenseWeight:
@@ -190,7 +203,7 @@ def choose_w4a16_gemm(weight_packed: Tensor, scale: Tensor, group_size: int, dty
         def prepack_triton(words: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> TritonW4A16:
             return TritonW4A16(words, scale, group_size, dtype, zero_point)
 
-        most = crossover(torch.cuda.get_device_name(device))
+        most = _crossover_of(device)
         reason = f"up to {most.w4a16_packed_rows} rows; dequantized for more ({most.source})"
         return Choice("w4a16_gemm", TritonW4A16.body, reason, prepack_triton)
 
@@ -214,7 +227,7 @@ def choose_w8a16_gemm(codes: Tensor, dtype: torch.dtype, group_size: int = refer
         def prepack_triton(codes: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> TritonW8A16:
             return TritonW8A16(codes, scale, group_size, dtype, zero_point)
 
-        most = crossover(torch.cuda.get_device_name(device))
+        most = _crossover_of(device)
         reason = f"up to {most.w8a16_packed_rows} rows; dequantized for more ({most.source})"
         return Choice("w8a16_gemm", TritonW8A16.body, reason, prepack_triton)
 

@@ -57,14 +57,7 @@ def allocate(plan: Plan, recipe: Recipe, calibration: CalibrationSet, progress: 
         RecipeError: a unit for which no candidate is legal.
         QuantizationError: the target is too small for every allocation.
     """
-    quantization = recipe.require_quantization()
-    fixed = overridden(quantization, plan.schemes)
-    units = find_units(plan, [layer for layer in plan.layers if layer.name not in fixed])
-    if not units:
-        raise RecipeError("quantization.overrides decide every layer, and the target has nothing to choose")
-    legal = {unit.name: _legal(plan, unit, quantization) for unit in units}
-    sizes = _sizes(plan, recipe, units, legal)
-    budget = _budget(plan, quantization, units)
+    units, legal, sizes, budget = _choices(plan, recipe)
     windows = choose_windows(calibration)
     table = measure_sensitivity(
         plan, units, legal, windows, progress, recipe.calibration.seed if recipe.calibration else 0
@@ -78,6 +71,31 @@ def allocate(plan: Plan, recipe: Recipe, calibration: CalibrationSet, progress: 
     predicted = sum(entry.kl[number] for entry, number in zip(table, chosen, strict=True))
     described = [_describe(entry, legal, row, number) for entry, row, number in zip(table, rows, chosen, strict=True)]
     return Allocation(schemes, described, predicted, final.bits_per_weight)
+
+
+def check_target(plan: Plan, recipe: Recipe) -> None:
+    """Raise what `allocate` would, before anything is measured, if no allocation can meet the recipe's target.
+
+    Raises:
+        RecipeError: nothing to choose, or a unit for which no candidate is legal.
+        QuantizationError: the target is too small for every allocation.
+    """
+    units, _, sizes, budget = _choices(plan, recipe)
+    choose([[0.0] * len(sizes[unit.name]) for unit in units], [sizes[unit.name] for unit in units], budget)
+
+
+def _choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, list[QuantScheme]], dict[str, list[int]], int]:
+    """Units, the legal candidates of each, their bytes, and the bytes that all units may take."""
+    quantization = recipe.require_quantization()
+    fixed = overridden(quantization, plan.schemes)
+    units = find_units(plan, [layer for layer in plan.layers if layer.name not in fixed])
+    if not units:
+        raise RecipeError("quantization.overrides decide every layer, and the target has nothing to choose")
+    legal = {unit.name: _legal(plan, unit, quantization) for unit in units}
+    if all(len(schemes) == 1 for schemes in legal.values()):
+        only = next(iter(legal.values()))[0]
+        raise RecipeError(f"quantization.candidates: only {only} is left for every layer, and the target has no choice")
+    return units, legal, _sizes(plan, recipe, units, legal), _budget(plan, quantization, units)
 
 
 def _legal(plan: Plan, unit: Unit, quantization: Quantization) -> list[QuantScheme]:

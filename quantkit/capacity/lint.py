@@ -12,6 +12,7 @@ from quantkit.capacity.model_facts import ModelFacts
 from quantkit.capacity.weight_schemes import WeightScheme
 from quantkit.capacity.workload import Workload
 from quantkit.recipe import DatasetSource, JsonlSource, Recipe, StructuredChatSource, TextSource
+from quantkit.recipe.gates import FileSuite
 
 STRUCTURED_SUITES = ("extract", "schema", "tools")
 DATA_FREE = ("rtn",)
@@ -111,7 +112,7 @@ def _same_text(recipe: Recipe) -> Iterator[Finding]:
     """Calibration on what the gates ask: the gate would pass what it has taught."""
     if recipe.calibration is None:
         return
-    suites = [Path(suite.path) for suite in recipe.gates.suites if not isinstance(suite, str)]
+    suites = [Path(suite.path) for suite in recipe.gates.suites if isinstance(suite, FileSuite)]
     tested = _evaluation_lines().union(*(_long_lines(_text(path)) for path in suites))
     for source in recipe.calibration.sources or ():
         if isinstance(source, DatasetSource) and source.split.partition("[")[0] in TEST_SPLITS:

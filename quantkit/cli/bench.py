@@ -1,11 +1,16 @@
 """``quantkit bench``."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli.device import device_option
 from quantkit.cli.output import emit, json_option, throughput_lines
 from quantkit.cli.progress import show_progress
+
+if TYPE_CHECKING:
+    from quantkit.serve.device import DeviceName
 
 COUNT = click.IntRange(min=1)
 
@@ -19,6 +24,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--new-tokens", type=COUNT, default=64, show_default=True, help="Tokens that each request gets.")
 @click.option("--repeats", type=COUNT, default=5, show_default=True, help="Pairs of runs, in the order A B A B.")
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Also write throughput.json.")
+@device_option
 @json_option
 def bench_command(
     baseline: str | None,
@@ -28,6 +34,7 @@ def bench_command(
     new_tokens: int,
     repeats: int,
     output: Path | None,
+    device: "DeviceName",
     as_json: bool,
 ) -> None:
     """Measure how fast CANDIDATE writes beside BASELINE: tokens a second in turns, and their ratio with an interval."""
@@ -53,7 +60,7 @@ def bench_command(
         check_writable(output)
     with show_progress() as progress:
         sources = [open_source(model) for model in (baseline, candidate)]
-        first, second = (EngineModel(Engine(source, engine_config(source))) for source in sources)
+        first, second = (EngineModel(Engine(source, engine_config(source, device))) for source in sources)
         record = measure_throughput(first, second, batch_sizes, new_tokens, repeats, progress=progress)
     if output:
         write_throughput(output, record)

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli.device import device_option
 from quantkit.cli.output import emit, json_option
 
 if TYPE_CHECKING:
     from quantkit.serve import Engine, RequestOutput
+    from quantkit.serve.device import DeviceName
 
 MAX_SEED = 2**63 - 1  # quantkit.serve.sampling_params.MAX_SEED, which would import torch
 
@@ -25,6 +27,7 @@ MAX_SEED = 2**63 - 1  # quantkit.serve.sampling_params.MAX_SEED, which would imp
 @click.option("--top-p", type=float, default=1.0, show_default=True, help="Mass of the nucleus.")
 @click.option("--seed", type=click.IntRange(0, MAX_SEED), default=0, show_default=True, help="Of the sampling.")
 @click.option("--stop", multiple=True, help="A text that ends the answer; may be given several times.")
+@device_option
 @json_option
 def generate_command(
     model: str,
@@ -36,6 +39,7 @@ def generate_command(
     top_p: float,
     seed: int,
     stop: tuple[str, ...],
+    device: "DeviceName",
     as_json: bool,
 ) -> None:
     """Answer PROMPT with MODEL on the built-in engine; the text is written as it comes.
@@ -50,7 +54,7 @@ def generate_command(
     from quantkit.serve import Engine, EngineConfig, SamplingParams
 
     params = SamplingParams(temperature, top_p, max_tokens, stop, seed=seed)
-    engine = Engine(model, EngineConfig(max_num_seqs=1))
+    engine = Engine(model, EngineConfig(device=device, max_num_seqs=1))
     messages = [{"role": "system", "content": system}] if system is not None else []
     engine.add_request(text if raw else engine.chat.render([*messages, {"role": "user", "content": text}]), params)
     started, outputs = time.perf_counter(), []

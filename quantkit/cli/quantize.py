@@ -38,6 +38,10 @@ def quantize_command(
         from quantkit.plan import make_plan
 
         plan = make_plan(loaded)
+        if loaded.require_quantization().has_target:
+            from quantkit.allocation.allocate import check_target
+
+            check_target(plan, loaded)
         emit(plan.to_dict(), _plan_lines(plan), as_json=as_json)
         return
     from quantkit.pipeline import quantize_model

@@ -1,9 +1,15 @@
 """``quantkit run``."""
 
+from typing import TYPE_CHECKING
+
 import click
 
+from quantkit.cli.device import device_option
 from quantkit.cli.output import emit, json_option, verdict_lines
 from quantkit.cli.progress import show_progress
+
+if TYPE_CHECKING:
+    from quantkit.serve.device import DeviceName
 
 
 @click.command("run")
@@ -11,8 +17,18 @@ from quantkit.cli.progress import show_progress
 @click.argument("model", required=False)
 @click.option("--overwrite", is_flag=True, help="Replace a checkpoint and records of an earlier run.")
 @click.option("--resume", is_flag=True, help="Go on where an interrupted run of the same recipe stopped.")
+@click.option("--no-cache", is_flag=True, help="Evaluate the original anew, even if the cache holds its records.")
+@device_option
 @json_option
-def run_command(recipe: str, model: str | None, overwrite: bool, resume: bool, as_json: bool) -> int:
+def run_command(
+    recipe: str,
+    model: str | None,
+    overwrite: bool,
+    resume: bool,
+    no_cache: bool,
+    device: "DeviceName",
+    as_json: bool,
+) -> int:
     """Quantize, serve before and after, evaluate both, compare, report: the whole of RECIPE.
 
     RECIPE is a YAML file or the name of a built-in recipe. MODEL is a hub id, a folder or a .gguf file and wins over
@@ -27,7 +43,9 @@ def run_command(recipe: str, model: str | None, overwrite: bool, resume: bool, a
     from quantkit import gate
 
     with show_progress() as progress:
-        verdict = gate.run(loaded, overwrite=overwrite, resume=resume, progress=progress)
+        verdict = gate.run(
+            loaded, overwrite=overwrite, resume=resume, use_cache=not no_cache, device=device, progress=progress
+        )
     reports = [f"{kind}: {path}" for kind, path in loaded.report.paths.items()]
     emit(verdict, [*verdict_lines(verdict), *reports], as_json=as_json)
     return int(verdict["exit_code"])

@@ -2,11 +2,14 @@
 
 import ipaddress
 import os
+from collections.abc import Callable, Coroutine
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from quantkit.cli.device import device_option
 from quantkit.cli.group import Terminated
 
 if TYPE_CHECKING:
@@ -14,6 +17,7 @@ if TYPE_CHECKING:
 
 KEY_VARIABLE = "QUANTKIT_API_KEY"
 MAX_WAITING = 256
+LAST_WORDS_S = 5  # that clients have to take the end of their answers, after the drain
 COUNT = click.IntRange(min=1)
 
 
@@ -23,6 +27,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, show_default=True, help="0 takes a free one.")
 @click.option("--api-key", envvar=KEY_VARIABLE, show_envvar=True, help="Token that requests must carry.")
 @click.option("--served-model-name", help="Name of the model for clients.  [default: MODEL]")
+@device_option
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True,
               help="Of weights, activations and cache.")  # fmt: skip
 @click.option("--max-model-len", type=COUNT, help="Most tokens of a request.")
@@ -37,6 +42,7 @@ COUNT = click.IntRange(min=1)
               help="Of keys and values.")  # fmt: skip
 @click.option("--enable-prefix-caching/--no-enable-prefix-caching", default=True, show_default=True,
               help="Keep what is computed for prompts that begin alike.")  # fmt: skip
+@click.option("--enforce-eager", is_flag=True, help="Capture no CUDA graphs of decode steps.")
 @click.option("--swap-space", type=click.IntRange(min=0), default=0, show_default=True, help="Bytes of host memory.")
 @click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True,
               help="Who runs first.")  # fmt: skip
@@ -73,16 +79,22 @@ def serve_command(
     name = served_model_name or (Path(model).name if os.path.exists(model) else model)
     app = create_app(engine, ServerConfig(name, api_key, max_body_bytes, drain_seconds))
     settings = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=int(drain_seconds) + 1
+        app, host=host, port=port, log_level="warning", timeout_graceful_shutdown=2 * LAST_WORDS_S
     )
     try:
-        _server(settings, name).run()
+        _server(settings, name, partial(app.state.service.engine.drain, drain_seconds)).run()
     except Terminated:
         click.echo("quantkit: drained", err=True)
 
 
-def _server(settings: "uvicorn.Config", name: str) -> "uvicorn.Server":
-    """A server that says where it listens once it does, so that port 0 is of use."""
+def _server(settings: "uvicorn.Config", name: str, drain: Callable[[], Coroutine[Any, Any, None]]) -> "uvicorn.Server":
+    """A server that says where it listens once it does, so that port 0 is of use, and drains before it closes.
+
+    While ``drain`` runs it answers, so that new requests get a 503 and not a closed port; afterwards every answer has
+    its end, and a connection that does not take it within LAST_WORDS_S is cut. A second Ctrl-C does not wait.
+    """
+    import asyncio
+
     import uvicorn
 
     class Announced(uvicorn.Server):
@@ -92,6 +104,20 @@ def _server(settings: "uvicorn.Config", name: str) -> "uvicorn.Server":
                 address = self.servers[0].sockets[0].getsockname()
                 host = f"[{address[0]}]" if ":" in address[0] else address[0]
                 click.echo(f"serving {name} at http://{host}:{address[1]}", err=True)
+
+        async def shutdown(self, sockets: Any = None) -> None:
+            draining = asyncio.create_task(drain())
+            while not draining.done() and not self.force_exit:
+                await asyncio.wait((draining,), timeout=0.1)
+            draining.cancel()  # nothing, if it is done
+            await asyncio.gather(draining, return_exceptions=True)
+            cutting = asyncio.get_running_loop().call_later(LAST_WORDS_S, self._cut)
+            await super().shutdown(sockets)
+            cutting.cancel()
+
+        def _cut(self) -> None:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
 
     return Announced(settings)
 

@@ -38,6 +38,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "outputs[]": output.Output,
     "gates": gates.Gates,
     "gates.suites[].file": gates.FileSuite,
+    "gates.suites[].constrained": gates.ConstrainedSuite,
     "report": gates.Report,
 }
 _EXPECTED = {  # pydantic's error type -> what must stand there; what was found is added

@@ -10,6 +10,8 @@ from quantkit.recipe.section import FilePath, PathText, Positive, Section, Text,
 
 # quantkit_eval.suites.SUITES, which would import torch
 BuiltinSuite = Literal["extract", "schema", "tools", "arith", "needle", "scripts", "instructions", "nll"]
+ConstrainableSuite = Literal["extract", "schema", "tools", "arith"]  # quantkit_eval.suites.CONSTRAINABLE
+CONSTRAINED = "+constrained"  # quantkit_eval.suites.CONSTRAINED
 TAKEN_NAMES = (*get_args(BuiltinSuite), "throughput")
 ThroughputBatch = Literal["decode_batch_1", "decode_batch_16"]
 
@@ -21,21 +23,37 @@ class FileSuite(Section):
     path: PathText
     name: Text
     max_tokens: Positive = 256
+    constrained: bool = False
 
     @field_validator("name")
     @classmethod
     def _free(cls, name: str) -> str:
         if name in TAKEN_NAMES:
             raise fault(f"{name!r} is the name of a built-in suite or of a measurement; choose another name")
+        if name.endswith(CONSTRAINED):
+            raise fault(f"{name!r} is the name of a constrained suite; choose another name, and constrained: true")
         return name
 
 
+class ConstrainedSuite(Section):
+    """A built-in suite whose answers are forced into the form of each item, beside or instead of the free one."""
+
+    name: ConstrainableSuite
+    constrained: Literal[True]
+
+
 def _kind(suite: Any) -> str:
-    return "file" if isinstance(suite, dict | FileSuite) else "name"
+    if isinstance(suite, dict):
+        return "constrained" if "constrained" in suite and not suite.keys() & {"kind", "path"} else "file"
+    if isinstance(suite, FileSuite):
+        return "file"
+    return "constrained" if isinstance(suite, ConstrainedSuite) else "name"
 
 
 Suite = Annotated[
-    Annotated[BuiltinSuite, Tag("name")] | Annotated[FileSuite, Tag("file")],
+    Annotated[BuiltinSuite, Tag("name")]
+    | Annotated[FileSuite, Tag("file")]
+    | Annotated[ConstrainedSuite, Tag("constrained")],
     Discriminator(_kind),
 ]
 
@@ -61,7 +79,7 @@ class Gates(Section):
                     raise fault("nll has no right and wrong answers; its gate is max_kl_mean_nats", key, suite)
                 if suite in allowed:
                     continue
-                if suite in get_args(BuiltinSuite):
+                if suite.removesuffix(CONSTRAINED) in get_args(BuiltinSuite):
                     raise fault(f"the suite {suite} is not in gates.suites ({', '.join(names)})", key, suite)
                 raise PydanticCustomError("choice", "{allowed}", {"allowed": allowed, "keys": (key, suite)})
         if self.max_kl_mean_nats is not None and "nll" not in names:
@@ -70,15 +88,19 @@ class Gates(Section):
 
     @property
     def suite_names(self) -> tuple[str, ...]:
-        """The suites by name, in the order of the recipe."""
-        return tuple(suite if isinstance(suite, str) else suite.name for suite in self.suites)
+        """The suites by name, in the order of the recipe; the name of a constrained one says so."""
+        return tuple(
+            suite if isinstance(suite, str) else suite.name + CONSTRAINED * suite.constrained for suite in self.suites
+        )
 
     @property
     def suite_options(self) -> dict[str, dict[str, Any]]:
         """Suite -> its options, as ``quantkit_eval.evaluate.evaluate`` takes them."""
         options: dict[str, dict[str, Any]] = {}
         for name, suite in zip(self.suite_names, self.suites, strict=True):
-            options[name] = {} if isinstance(suite, str) else suite.model_dump(exclude={"name"})
+            options[name] = {}
+            if isinstance(suite, FileSuite):
+                options[name] = suite.model_dump(exclude={"name", "constrained"})
             if name in self.num_items:
                 options[name]["max_windows" if name == "nll" else "num_items"] = self.num_items[name]
         return options

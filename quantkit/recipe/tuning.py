@@ -21,8 +21,8 @@ class Tuning(Section):
     steps: Positive = 120
     tokens_per_step: Annotated[int, Field(ge=64)] = 1024
     learning_rate: LearningRate = 1e-3
-    codes: Literal["frozen", "tuned"] = "tuned"
-    code_learning_rate: LearningRate = 0.008
+    codes: Literal["frozen", "tuned"] = "frozen"
+    code_learning_rate: LearningRate = 0.02
     sources: Annotated[tuple[Source, ...], Unordered, Field(min_length=1)] | None = None
     checkpointing: bool = True
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

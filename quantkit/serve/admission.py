@@ -95,6 +95,8 @@ class Admission:
         """
         if priority and self._config.scheduling_policy != "priority":
             raise UsageError(f"priority={priority} needs scheduling_policy='priority'")
+        if cache_salt is not None:
+            require_text(cache_salt, "cache_salt")
         token_ids = self.token_ids(prompt)
         for field, named in (("stop_token_ids", params.stop_token_ids), ("logit_bias", params.logit_bias)):
             for token_id in named:

@@ -112,7 +112,9 @@ class AsyncEngine:
 
         Raises:
             UsageError: it cannot be compiled.
+            EngineStoppedError: the engine takes no requests any more.
         """
+        self.require_running()
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._grammar_threads, self.engine.grammar_compiler.compile, form)
 
@@ -137,10 +139,10 @@ class AsyncEngine:
             QueueFullError: too many wait already.
             EngineStoppedError: the engine takes no requests any more.
         """
-        self._require_running()
+        self.require_running()
         if params.structured is not None:
             await self.compile(params.structured)  # the engine then finds it in the cache
-            self._require_running()
+            self.require_running()
         names = [f"request-{next(self._numbers)}" for _ in prompts]
         stream = RequestStream(self, names, params.n)
         self._streams |= dict.fromkeys(names, stream)
@@ -153,7 +155,12 @@ class AsyncEngine:
             raise
         return stream
 
-    def _require_running(self) -> None:
+    def require_running(self) -> None:
+        """Refuse what comes when no requests are taken any more.
+
+        Raises:
+            EngineStoppedError: with the reason.
+        """
         if self._is_draining:
             raise EngineStoppedError("the server is shutting down")
         if not self._thread.is_alive():
@@ -176,7 +183,13 @@ class AsyncEngine:
         self._post(lambda: self._deliver([output for name in request_ids for output in self._end(name)]))
 
     async def call(self, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, between two steps, and return what it returns."""
+        """Run a function in the engine's thread, between two steps, and return what it returns.
+
+        Raises:
+            EngineStoppedError: the thread has ended.
+        """
+        if self._is_stopping or not self._thread.is_alive():
+            raise EngineStoppedError("the engine has stopped")  # nobody would run it
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -192,7 +205,7 @@ class AsyncEngine:
         return await future
 
     async def drain(self, timeout_s: float) -> None:
-        """Take no more requests, let those that run end, end the rest after a time, and stop."""
+        """Take no more requests, let those that run end, end the rest after a time, and stop. Safe to call again."""
         self._is_draining = True
         deadline = asyncio.get_running_loop().time() + timeout_s
         while self._streams and asyncio.get_running_loop().time() < deadline and self._thread.is_alive():

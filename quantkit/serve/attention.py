@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from quantkit.errors import EngineError
 from quantkit.serve.attention_metadata import AttentionMetadata, Span, is_visible
 from quantkit.serve.kv_cache import KVCache, KVShape
+from quantkit.serve.paged_step import PagedStep
 
 ATTENTION_NAME = "quantkit_paged"
 # What models pass along and attention needs not look at: places are in the rotated keys, outputs are not collected.
@@ -166,7 +167,7 @@ class Layer(NamedTuple):
     softcap: float | None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, layer: Layer, metadata: AttentionMetadata) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, layer: Layer, metadata: AttentionMetadata | PagedStep) -> Tensor:
     """Attention of all tokens of a step in one layer; their keys and values are written into the cache.
 
     Args:
@@ -179,6 +180,8 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layer: Layer, metadata: At
     Returns:
         [T, H, D_v] in the dtype of the query.
     """
+    if isinstance(metadata, PagedStep):
+        return metadata.attend(query, key, value, layer)
     if metadata.cache is not None:
         metadata.cache.store(layer.number, key, value, metadata.slot_mapping)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))

@@ -1,12 +1,15 @@
 """How long a request may be and how many blocks the cache has."""
 
+import torch
+
 from quantkit.errors import EngineError, UsageError
 from quantkit.serve.config import EngineConfig
+from quantkit.serve.device import CPU, free_bytes
 from quantkit.serve.kv_cache import KVCache, kv_block_bytes
-from quantkit.serve.memory import available_bytes
 from quantkit.serve.models.loader import LoadedModel
 
-FREE_MEMORY_SHARE = 0.25  # of the free memory that a cache of unstated size may take
+FREE_MEMORY_SHARE = 0.25  # of the host's free memory that a cache of unstated size may take
+FREE_GPU_MEMORY_SHARE = 0.8  # likewise of a GPU's
 
 
 def resolve_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
@@ -35,15 +38,17 @@ def make_cache(config: EngineConfig, loaded: LoadedModel, max_model_len: int) ->
     else:
         per_request = -(-max_model_len // config.kv_block_size)
         wanted = config.gpu_memory_utilization
-        share = int(available_bytes() * (FREE_MEMORY_SHARE if wanted is None else wanted))
+        default = FREE_MEMORY_SHARE if loaded.device.type == "cpu" else FREE_GPU_MEMORY_SHARE
+        fraction = default if wanted is None else wanted
+        share = int(free_bytes(loaded.device) * fraction)
         num_blocks = min(config.max_num_seqs * per_request + 1, share // block_bytes)
-        limit = f"{FREE_MEMORY_SHARE if wanted is None else wanted:.0%} of the free memory ({share} bytes)"
+        limit = f"{fraction:.0%} of the free memory ({share} bytes)"
     if num_blocks < 2:
         raise EngineError(
             f"{limit} holds {num_blocks} cache blocks of {block_bytes} bytes, at least 2 are needed",
             fix="raise kv_cache_bytes or lower kv_block_size",
         )
-    return _cache(config, loaded, num_blocks)
+    return _cache(config, loaded, num_blocks, loaded.device)
 
 
 def make_swap_space(config: EngineConfig, loaded: LoadedModel) -> KVCache | None:
@@ -60,7 +65,7 @@ def make_swap_space(config: EngineConfig, loaded: LoadedModel) -> KVCache | None
             f"swap_space={config.swap_space} does not hold one cache block of {block_bytes} bytes",
             fix="raise it or leave it at 0",
         )
-    return _cache(config, loaded, config.swap_space // block_bytes)
+    return _cache(config, loaded, config.swap_space // block_bytes, CPU)
 
 
 def cache_block_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
@@ -68,6 +73,6 @@ def cache_block_bytes(config: EngineConfig, loaded: LoadedModel) -> int:
     return kv_block_bytes(loaded.shapes, config.kv_block_size, loaded.dtype, is_int8=config.kv_cache_dtype == "int8")
 
 
-def _cache(config: EngineConfig, loaded: LoadedModel, num_blocks: int) -> KVCache:
+def _cache(config: EngineConfig, loaded: LoadedModel, num_blocks: int, device: torch.device) -> KVCache:
     is_int8 = config.kv_cache_dtype == "int8"
-    return KVCache(loaded.shapes, num_blocks, config.kv_block_size, loaded.dtype, is_int8=is_int8)
+    return KVCache(loaded.shapes, num_blocks, config.kv_block_size, loaded.dtype, is_int8=is_int8, device=device)

@@ -61,6 +61,13 @@ class ChatTemplate:
             EngineError: the model has no template.
             UsageError: the template refuses these messages.
         """
+        return [int(token_id) for token_id in self._apply(messages, tools, tokenize=True)]
+
+    def render_text(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+        """The text whose tokens `render` gives; arguments and errors are the same."""
+        return str(self._apply(messages, tools, tokenize=False))
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, *, tokenize: bool) -> Any:
         if not self.is_defined:
             raise EngineError(
                 f"{self._model_name} has no chat template", fix="use plain prompts, or add chat_template.jinja to it"
@@ -71,14 +78,13 @@ class ChatTemplate:
             if isinstance(text, str):
                 require_text(text, "a message")
         try:
-            rendered = self._tokenizer.apply_chat_template(
+            return self._tokenizer.apply_chat_template(
                 [dict(message) for message in messages],
                 tools=None if tools is None else [dict(tool) for tool in tools],
-                tokenize=True,
+                tokenize=tokenize,
                 add_generation_prompt=True,
                 return_dict=False,
             )
         except Exception as error:
             # A template is code that came with the model; whatever it raises, it refuses these messages.
             raise UsageError(f"the chat template of {self._model_name} refuses the messages: {error}") from error
-        return [int(token_id) for token_id in rendered]

@@ -6,6 +6,7 @@ from typing import Literal
 from quantkit.errors import UsageError
 
 CHOICES = {
+    "device": ("auto", "cpu", "cuda"),
     "dtype": ("auto", "float32", "bfloat16"),
     "kv_cache_dtype": ("auto", "int8"),
     "scheduling_policy": ("fcfs", "priority"),
@@ -18,6 +19,7 @@ class EngineConfig:
     """Settings of an engine.
 
     Attributes:
+        device: ``cpu``, ``cuda``, or ``auto``: a GPU if there is one that the kernels run on.
         dtype: of weights, activations and cache: ``float32``, ``bfloat16``, or ``auto``, the checkpoint's own
             (bfloat16 for a float16 checkpoint).
         max_model_len: most tokens of a request, prompt and continuation together; None is what the model was made for.
@@ -25,7 +27,7 @@ class EngineConfig:
         max_num_batched_tokens: most tokens in one step, over all requests; longer prompts are computed in chunks.
         kv_block_size: tokens in a block of the cache.
         kv_cache_bytes: memory for the cache; None is room for max_num_seqs requests of max_model_len, but at most a
-            quarter of the memory that is free.
+            quarter of the memory that is free, or 80% of a GPU's.
         gpu_memory_utilization: share of the memory that is free once the model is loaded, instead of kv_cache_bytes; in
             (0, 1]. On a CPU that is the host's memory.
         enable_prefix_caching: keep what is computed for the beginnings of prompts, and use it for others that begin
@@ -39,12 +41,14 @@ class EngineConfig:
         deterministic: give a seeded request the same tokens alone, in any batch, and whether its prompt is cached or
             not. Each request is then computed in forward passes of its own, so that nothing is won by running many
             at a time.
+        enforce_eager: capture no CUDA graphs of decode steps.
         seed: from which requests without a seed of their own get one.
 
     Raises:
         UsageError: a value out of range, or one that excludes another.
     """
 
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     max_model_len: int | None = None
     max_num_seqs: int = 32
@@ -58,13 +62,14 @@ class EngineConfig:
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"
     max_num_waiting: int | None = None
     deterministic: bool = False
+    enforce_eager: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name, choices in CHOICES.items():
             if getattr(self, name) not in choices:
                 raise UsageError(f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}")
-        for name in ("enable_prefix_caching", "deterministic"):
+        for name in ("enable_prefix_caching", "deterministic", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r} is neither True nor False")
         for name, lowest in LOWEST.items():

@@ -6,6 +6,7 @@ import torch
 
 from quantkit import __version__
 from quantkit.serve.config import EngineConfig
+from quantkit.serve.device import device_name
 from quantkit.serve.kv_cache import KVCache
 from quantkit.serve.models.loader import LoadedModel
 from quantkit.source import ModelSource
@@ -32,6 +33,7 @@ def describe_engine(
         "engine": {
             "name": "quantkit",
             "version": __version__,
+            "device": device_name(loaded.device),
             "dtype": str(loaded.dtype).removeprefix("torch."),
             "stored_dtype": str(source.dtype).removeprefix("torch."),
             "max_model_len": max_model_len,

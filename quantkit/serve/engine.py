@@ -17,6 +17,7 @@ from quantkit.serve.chat import ChatTemplate
 from quantkit.serve.config import EngineConfig
 from quantkit.serve.describe import describe_engine
 from quantkit.serve.detokenizer import decode_all, make_decode
+from quantkit.serve.device import resolve_device
 from quantkit.serve.metrics import EngineMetrics
 from quantkit.serve.models.loader import load_model, resolve_dtype
 from quantkit.serve.next_tokens import NextToken, choose_tokens, score_prompts
@@ -24,10 +25,10 @@ from quantkit.serve.not_finite import why_not_finite
 from quantkit.serve.offline import generate_all
 from quantkit.serve.outputs import Completion, RequestOutput
 from quantkit.serve.paged_memory import PagedMemory
+from quantkit.serve.paged_runner import make_runner
 from quantkit.serve.prefix_hash import hash_root
 from quantkit.serve.reporter import Reporter
 from quantkit.serve.request import Matcher, Request, RequestStatus
-from quantkit.serve.runner import ModelRunner
 from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.scheduler import Scheduled, Scheduler
 from quantkit.serve.stop_tokens import model_stop_token_ids
@@ -66,7 +67,11 @@ class Engine:
         self.config = config if config is not None else EngineConfig()
         self.tokenizer: PreTrainedTokenizerBase = self.source.tokenizer()
         self.chat = ChatTemplate(self.tokenizer, self.source.name)
-        loaded = load_model(self.source, resolve_dtype(self.config.dtype, self.source.dtype))
+        loaded = load_model(
+            self.source,
+            resolve_dtype(self.config.dtype, self.source.dtype),
+            device=resolve_device(self.config.device),
+        )
         self._loaded = loaded
         self.max_model_len = resolve_max_model_len(self.config, loaded)
         self._stop_token_ids = model_stop_token_ids(self.source.folder, self.source.config, self.tokenizer)
@@ -93,7 +98,7 @@ class Engine:
             self._compile_form,
             hash_root(self.source.name, self.source.revision, loaded.scheme, self.config.kv_cache_dtype, None),
         )
-        self._runner = ModelRunner(loaded.model, self._cache, loaded.dtype)
+        self._runner = make_runner(self.config, loaded, self._cache, self.max_model_len)
         self._watchdog = Watchdog(self.max_model_len)
         self._reporter = Reporter()
         self._grammar_compiler: GrammarCompiler | None = None

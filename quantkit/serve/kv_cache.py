@@ -10,6 +10,8 @@ from torch import Tensor
 
 from quantkit_kernels import store_kv_cache
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
@@ -47,10 +49,12 @@ class KVCache:
         kv_block_size: slots in a block.
         dtype: of keys and values in attention.
         is_int8: keep them as 8-bit codes, with a scale for each token and head.
+        device: where they lie.
 
     Attributes:
         num_blocks: as given.
         kv_block_size: as given.
+        device: as given.
         rows: for each layer [blocks * kv_block_size, width]. Zeros at first: an attention weight of 0 must not meet a
             NaN.
         caches: for each layer its keys [blocks, kv_block_size, H_kv, D] and values [.., D_v], views of the rows.
@@ -66,19 +70,23 @@ class KVCache:
         dtype: torch.dtype,
         *,
         is_int8: bool = False,
+        device: torch.device = CPU,
     ) -> None:
+        self.device = device
         self.num_blocks = num_blocks
         self.kv_block_size = kv_block_size
         self._shapes = tuple(shapes)
         self._dtype = dtype
         stored = torch.int8 if is_int8 else dtype
-        self._blocks = [_lazy_zeros((num_blocks, kv_block_size, shape.width), stored) for shape in shapes]
+        self._blocks = [_zeros((num_blocks, kv_block_size, shape.width), stored, device) for shape in shapes]
         self.rows: tuple[Tensor, ...] = tuple(blocks.flatten(0, 1) for blocks in self._blocks)
         self.caches: tuple[tuple[Tensor, Tensor], ...] = tuple(
             _split(blocks, shape) for blocks, shape in zip(self._blocks, shapes, strict=True)
         )
         sizes = [(num_blocks, kv_block_size, shape.num_kv_heads) for shape in shapes] if is_int8 else []
-        self.scales = tuple((_lazy_zeros(size, torch.float32), _lazy_zeros(size, torch.float32)) for size in sizes)
+        self.scales = tuple(
+            (_zeros(size, torch.float32, device), _zeros(size, torch.float32, device)) for size in sizes
+        )
 
     @property
     def nbytes(self) -> int:
@@ -150,7 +158,7 @@ class KVCache:
         """Copy blocks to those of another cache of the same kind, or of this one."""
         source_ids, target_ids = torch.tensor(source_blocks), torch.tensor(target_blocks)
         for source, other in zip(self._tensors(), target._tensors(), strict=True):
-            other[target_ids] = source[source_ids]
+            other[target_ids] = source[source_ids].to(other.device)
 
     def erase(self, block_ids: Sequence[int]) -> None:
         """Set blocks to zero, when they may hold numbers that are none."""
@@ -163,8 +171,10 @@ class KVCache:
         return [*self._blocks, *(scale for pair in self.scales for scale in pair)]
 
 
-def _lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros that take memory only where they are written: numpy asks for pages that are zero, torch writes to each."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. On the host they take memory only where they are written: numpy asks for pages that are zero."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(numpy.zeros(math.prod(shape) * dtype.itemsize, numpy.uint8)).view(dtype).view(shape)
 
 

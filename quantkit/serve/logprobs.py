@@ -30,7 +30,7 @@ def token_logprobs(logits: Tensor, token_ids: Sequence[int], counts: Sequence[in
 
 def _of_rows(logits: Tensor, token_ids: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     scores = torch.log_softmax(logits.float(), dim=-1)
-    own = scores.gather(1, torch.tensor(token_ids).unsqueeze(1))
+    own = scores.gather(1, torch.tensor(token_ids, device=scores.device).unsqueeze(1))
     ranks = ((scores > own).sum(1) + 1).tolist()
     values, tokens = scores.topk(min(max(counts), scores.shape[1]))
     rows = zip(token_ids, own.squeeze(1).tolist(), ranks, tokens.tolist(), values.tolist(), counts, strict=True)

@@ -14,6 +14,7 @@ from quantkit.serve.request import Request
 from quantkit.serve.sampler import Draw, sample
 from quantkit.serve.token_mask import mask_logits
 
+LEAST_TOP_P = 1e-30  # a smaller one keeps the most likely token as well, and would be 0 in float32
 NO_TOKEN = "no token may come next: structured, min_tokens and logit_bias together leave none"
 
 
@@ -87,4 +88,5 @@ def _wants_logprobs(request: Request) -> bool:
 
 def _draw(request: Request) -> Draw:
     params = request.params
-    return Draw(params.temperature, params.top_p, request.generator, params.top_k, params.min_p)
+    temperature = 0.0 if params.is_greedy else params.temperature
+    return Draw(temperature, max(params.top_p, LEAST_TOP_P), request.generator, params.top_k, params.min_p)

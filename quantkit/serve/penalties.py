@@ -53,7 +53,7 @@ def adjust_logits(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     if any(biases):
         added = [(row, token, value) for row, bias in enumerate(biases) for token, value in bias.items()]
         rows, columns, values = zip(*added, strict=True)
-        adjusted[list(rows), list(columns)] += torch.tensor(values, dtype=torch.float32)
+        adjusted[list(rows), list(columns)] += torch.tensor(values, dtype=torch.float32, device=adjusted.device)
     if counted:
         adjusted[counted] = _penalize(adjusted[counted], [requests[row] for row in counted])
     return adjusted
@@ -71,10 +71,12 @@ def _penalize(logits: Tensor, requests: Sequence[Request]) -> Tensor:
     Source: repetition arXiv:1909.05858, section 4.1; frequency and presence as in OpenAI's API.
     """
     counts = [request.counts for request in requests if request.counts is not None]
-    output = torch.stack([count.output for count in counts])
-    seen = torch.stack([count.seen for count in counts])
+    output = torch.stack([count.output for count in counts]).to(logits.device)
+    seen = torch.stack([count.seen for count in counts]).to(logits.device)
     repetition, frequency, presence = (
-        torch.tensor([[getattr(request.params, name)] for request in requests], dtype=torch.float32)
+        torch.tensor(
+            [[getattr(request.params, name)] for request in requests], dtype=torch.float32, device=logits.device
+        )
         for name in ("repetition_penalty", "frequency_penalty", "presence_penalty")
     )
     repeated = torch.where(logits > 0, logits / repetition, logits * repetition)

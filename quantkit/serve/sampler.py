@@ -6,6 +6,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit.serve.device import runs_triton
+from quantkit.serve.device_sampler import sample_on_device
+
+MAX_TOP_K = 2**31 - 1
 NUCLEUS_GUESS = 512  # most nuclei are smaller; a full sort of a vocabulary takes far longer than finding the top of it
 
 
@@ -41,6 +45,8 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     Returns:
         R token ids; None where the logits hold NaN or +inf, so that there is no distribution.
     """
+    if runs_triton(logits.device):
+        return sample_on_device(logits, draws)
     peaks, tokens = logits.max(dim=-1)  # NaN counts as the largest
     is_valid = torch.isfinite(peaks).tolist()
     chosen: list[int | None] = [token if ok else None for token, ok in zip(tokens.tolist(), is_valid, strict=True)]
@@ -51,9 +57,11 @@ def sample(logits: Tensor, draws: Sequence[Draw]) -> list[int | None]:
     scores = (logits[rows].float() - peaks[rows].float().unsqueeze(1)) / temperature.unsqueeze(1)
     uniform = torch.stack([_uniform(draws[index]) for index in rows])
     limits = Limits.of([draws[index] for index in rows])
-    sampled = sample_probabilities(scores.softmax(-1), limits, uniform)
-    for index, token in zip(rows, sampled.tolist(), strict=True):
-        chosen[index] = token
+    probabilities = scores.softmax(-1)
+    is_broken = probabilities[:, :1].isnan()  # one NaN makes the whole row so, which must not reach the other rows
+    sampled = sample_probabilities(probabilities.masked_fill(is_broken, 1.0), limits, uniform)
+    for index, token, is_none in zip(rows, sampled.tolist(), is_broken.flatten().tolist(), strict=True):
+        chosen[index] = None if is_none else token
     return chosen
 
 
@@ -81,7 +89,7 @@ class Limits:
         """Those of some rows."""
         return cls(
             torch.tensor([draw.top_p for draw in draws], dtype=torch.float64),
-            torch.tensor([draw.top_k for draw in draws], dtype=torch.int64),
+            torch.tensor([min(draw.top_k, MAX_TOP_K) for draw in draws], dtype=torch.int64),
             torch.tensor([draw.min_p for draw in draws], dtype=torch.float32),
         )
 
@@ -136,7 +144,7 @@ def _count_kept(values: Tensor, limits: Limits, vocab_size: int) -> tuple[Tensor
     is_all = (limits.top_k == 0) & (limits.min_p == 0)
     total = torch.where(is_all, torch.ones_like(mass[:, -1]), mass.gather(1, kept - 1).squeeze(1))
     target = (limits.top_p * total).unsqueeze(1)
-    nucleus = ((mass - values) < target).sum(1, keepdim=True)  # at least the first
+    nucleus = ((mass - values) < target).sum(1, keepdim=True).clamp(min=1)  # a tiny top_p rounds the target to 0
     is_covered = torch.where(is_all, (mass[:, -1:] >= target).squeeze(1) | (size == vocab_size), is_cut.squeeze(1))
     return nucleus.minimum(kept), is_covered
 

@@ -6,11 +6,16 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from quantkit.errors import UsageError
+from quantkit.serve.chat import require_text
 from quantkit.serve.structured.spec import StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MAX_N = 128
 MAX_LOGPROBS = 20
+# What float32 tells apart: logits are divided and multiplied by these, and neither 0, inf nor NaN may come of it.
+LEAST_TEMPERATURE = 1e-30
+MAX_TEMPERATURE = 1e6
+LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 1e-6, 1e6
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,7 @@ class SamplingParams:
     presence penalty; then greedy, or temperature, min_p, top_k, top_p.
 
     Attributes:
-        temperature: 0 is greedy; otherwise logits are divided by it.
+        temperature: 0 is greedy, and so is what is below 1e-30; otherwise logits are divided by it; up to 1e6.
         top_p: sample from the most likely tokens that together reach this probability; in (0, 1].
         max_tokens: most new tokens; None is as many as the model and the cache have room for.
         stop: strings that end the text and are not part of it.
@@ -35,8 +40,9 @@ class SamplingParams:
         presence_penalty: taken from the logit of every token that the continuation holds; in [-2, 2].
         frequency_penalty: taken as often as the continuation holds the token; in [-2, 2].
         repetition_penalty: positive logits of tokens that occur in prompt or continuation are divided by it, negative
-            ones multiplied; above 0, 1 is none.
-        min_tokens: no token or string ends the text before it has so many tokens.
+            ones multiplied; from 1e-6 to 1e6, 1 is none.
+        min_tokens: no token or string ends the text before it has so many tokens; not with a form, which says itself
+            where the text ends.
         n: continuations of the prompt; 1 to 128.
         logprobs: give the log-probability of each new token, and of so many most likely ones; 0 to 20. They are the
             model's own, before anything above changes them.
@@ -74,6 +80,7 @@ class SamplingParams:
         for text in self.stop:
             if not isinstance(text, str) or not text:
                 raise UsageError(f"stop={list(self.stop)!r} holds {text!r}, which is no string with characters in it")
+            require_text(text, "stop")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
         for token_id in self.stop_token_ids:
             if not _is_integer(token_id) or token_id < 0:
@@ -86,16 +93,26 @@ class SamplingParams:
                 f"structured={self.structured!r} is no StructuredOutput",
                 fix="make one with StructuredOutput.json_schema, regex, grammar or choice",
             )
+        if self.structured is not None and self.min_tokens:
+            raise UsageError(
+                f"min_tokens={self.min_tokens} and a form of the answer exclude each other: the form says where it ends"
+            )
 
     def _check_numbers(self) -> None:
-        self._check("temperature", _is_number(self.temperature) and self.temperature >= 0, "a number of 0 or more")
+        self._check(
+            "temperature",
+            _is_number(self.temperature) and 0 <= self.temperature <= MAX_TEMPERATURE,
+            f"a number of 0 or more, up to {MAX_TEMPERATURE:g}",
+        )
         self._check("top_p", _is_number(self.top_p) and 0 < self.top_p <= 1, "a number above 0 and up to 1")
         self._check("min_p", _is_number(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1")
         for name in ("presence_penalty", "frequency_penalty"):
             value = getattr(self, name)
             self._check(name, _is_number(value) and -2 <= value <= 2, "a number from -2 to 2")
         penalty = self.repetition_penalty
-        self._check("repetition_penalty", _is_number(penalty) and penalty > 0, "a number above 0")
+        lowest, highest = LEAST_REPETITION_PENALTY, MAX_REPETITION_PENALTY
+        is_right = _is_number(penalty) and lowest <= penalty <= highest
+        self._check("repetition_penalty", is_right, f"a number above 0, from {lowest:g} to {highest:g}")
 
     def _check_integers(self) -> None:
         for name, lowest, highest, may_be_none in (
@@ -149,7 +166,7 @@ class SamplingParams:
     @property
     def is_greedy(self) -> bool:
         """True if no random number is drawn."""
-        return self.temperature == 0
+        return self.temperature < LEAST_TEMPERATURE
 
     @property
     def counts_tokens(self) -> bool:

@@ -38,7 +38,7 @@ def mask_logits(logits: Tensor, requests: Sequence[Request]) -> tuple[Tensor, di
             words.zero_()
     unmasked = logits[rows].float()
     masked = unmasked.clone()
-    apply_token_bitmask(masked, bitmask)
+    apply_token_bitmask(masked, bitmask.to(masked.device))
     legal_masses = (masked.logsumexp(-1) - unmasked.logsumexp(-1)).exp().tolist()
     num_legal = (masked > float("-inf")).sum(-1).tolist()
     for row, mass, count in zip(rows, legal_masses, num_legal, strict=True):

@@ -100,3 +100,11 @@ def test_a_single_pair_has_no_interval_and_decides_nothing() -> None:
     gate = judge_throughput("decode_batch_16", speed(None, None, 1), 1.0, is_same_model=False)
     assert (gate["verdict"], gate["interval"], gate["items_needed"]) == ("inconclusive", None, 5)
     assert "between" not in gate["reason"]
+
+
+@pytest.mark.parametrize("n", [6, 420])
+def test_a_baseline_with_nothing_to_lose_is_not_told_to_ask_more(n: int) -> None:
+    gate = judge_drop("extract", "exact", PairedCounts(both=0, regressed=0, improved=0, n=n), 5, 1.0)
+    assert gate["verdict"] == "inconclusive"
+    assert gate["items_needed"] is None
+    assert "about" not in gate["reason"]

@@ -172,6 +172,25 @@ def test_target_bytes_counts_the_whole_checkpoint(
 @pytest.mark.parametrize(
     ("more", "message"),
     [
+        ("target_bits: 1.0", r"smallest candidates take [\d,]+ bytes and the target allows [\d,]+.*Raise the target"),
+        ("target_bytes: 100", "Raise the target"),
+        ("target_bits: 5\n  overrides: [{match: '.*', scheme: W8A16}]", "overrides decide every layer"),
+        ("target_bits: 9\n  candidates: [{scheme: W8A16}, {scheme: W8A16}]", "only .* is left for every layer"),
+    ],
+)
+def test_a_target_without_a_choice_is_refused_before_anything_is_measured(
+    more: str, message: str, tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]
+) -> None:
+    recipe = make_recipe(tiny_models("llama"), more)
+    stages: set[str] = set()
+    with pytest.raises((QuantizationError, RecipeError), match=message):
+        quantize_model(recipe, progress=lambda stage, done, total: stages.add(stage))
+    assert not stages
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
         ("target_bits: 4.5\n  target_bytes: 100", "target_bits or target_bytes, not both"),
         ("candidates: [{scheme: W4A16}, {scheme: W8A16}]", "give target_bits or target_bytes"),
         ("target_bits: 0", "target_bits"),

@@ -37,6 +37,7 @@ def invoke(*arguments: str, stdin: str | None = None) -> Result:
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A current folder with two recipes in it."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     (tmp_path / "quantize.yaml").write_text(QUANTIZE)
     (tmp_path / "self.yaml").write_text(SELF)
     return tmp_path
@@ -133,6 +134,28 @@ def test_eval_compare_and_report_step_by_step(workplace: Path, model: str) -> No
     assert (workplace / "run" / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_a_baseline_is_evaluated_once(workplace: Path, model: str) -> None:
+    """The second time it comes from the cache, which is said; a candidate and a control never do."""
+    options = ["eval", model, "-r", "self.yaml"]
+    first = invoke(*options, "-o", "a")
+    assert first.exit_code == 0, first.stderr
+    assert "from the cache" not in first.stderr
+    second = invoke(*options, "-o", "b")
+    assert f"from the cache {workplace}/cache/evaluations: 1/1" in second.stderr
+    for file in ("result.json", "samples.jsonl", "nll.safetensors"):
+        assert (workplace / "b" / file).read_bytes() == (workplace / "a" / file).read_bytes()
+    for more in (["--no-cache"], ["--reference", "a"], ["--batch-items", "1"], ["--seed", "1"]):
+        again = invoke(*options, "-o", "c", *more)
+        assert again.exit_code == 0, again.stderr
+        assert "from the cache" not in again.stderr, more
+
+
+def test_options_of_a_server_are_not_for_a_folder(workplace: Path, model: str) -> None:
+    result = invoke("eval", model, "-o", "a", "--request-timeout", "5")
+    assert result.exit_code == 2
+    assert "--request-timeout is for a MODEL that is a URL" in result.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -162,7 +185,7 @@ def test_eval_of_a_broken_model_names_it_and_leaves_no_folder(
 ) -> None:
     from quantkit.serve import Engine
 
-    monkeypatch.setattr(Engine, "_take", lambda self, request, token: self._fail(request, "logits are not finite"))
+    monkeypatch.setattr(Engine, "_take", lambda self, chosen: self._fail(chosen.request, "logits are not finite"))
     result = invoke("eval", model, "-r", "self.yaml", "-o", "new/r")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith(f"quantkit: {model} cannot be evaluated: ")

@@ -26,6 +26,7 @@ LEFT = ("records/verdict.json", "records/throughput.json", "report.html", "junit
 @pytest.fixture
 def recipe(tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     Path("r.yaml").write_text(RECIPE.format(model=tiny_llama_folder))
     return load_recipe("r.yaml")
 
@@ -81,13 +82,20 @@ def test_interrupted_in_the_evaluation_it_goes_on_with_what_is_finished(
 
     Path("out/records/baseline/samples.jsonl").write_text("")  # broken records are made again, and what rests on them
     done.clear()
-    gate.run(recipe, resume=True)
+    gate.run(recipe, resume=True, use_cache=False)
     assert done == ["verify", "baseline", "candidate"]
+
+    done.clear()
+    stages: list[str] = []
+    gate.run(recipe, overwrite=True, progress=lambda stage, *_: stages.append(stage))
+    assert done == ["verify", "candidate"]
+    assert [stage for stage in stages if "from the cache" in stage and stage.startswith("baseline: ")]
+    assert baseline.read_bytes() == kept[1]
 
     with monkeypatch.context() as patch:  # what an earlier run said is gone once a new one has begun
         interrupt_at(patch, "baseline")
         with pytest.raises(KeyboardInterrupt):
-            gate.run(recipe, overwrite=True)
+            gate.run(recipe, overwrite=True, use_cache=False)
     assert [name for name in LEFT if (Path("out") / name).exists()] == []
     assert not list(Path("out/records").rglob("result.json"))
 
@@ -99,7 +107,7 @@ def test_another_recipe_does_not_take_over_the_records(recipe: Recipe, done: lis
         gate.run(load_recipe("r.yaml"), resume=True)
     assert Path("out/report.html").exists()
     done.clear()
-    gate.run(load_recipe("r.yaml"), resume=True, overwrite=True)
+    gate.run(load_recipe("r.yaml"), resume=True, overwrite=True, use_cache=False)
     assert done == ["verify", "baseline", "candidate"]
 
 

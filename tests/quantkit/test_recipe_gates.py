@@ -6,9 +6,10 @@ import pytest
 
 from quantkit.errors import RecipeError
 from quantkit.recipe import Recipe, parse_recipe
-from quantkit.recipe.gates import BuiltinSuite, FileSuite
+from quantkit.recipe import gates as recipe_gates
+from quantkit.recipe.gates import BuiltinSuite, ConstrainableSuite, FileSuite
 from quantkit_eval.gates import Gates
-from quantkit_eval.suites import SUITES
+from quantkit_eval.suites import CONSTRAINABLE, CONSTRAINED, SUITES
 from quantkit_eval.suites.file import MAX_TOKENS, FileOptions
 
 RECIPE = """\
@@ -27,6 +28,24 @@ def parse(text: str) -> Recipe:
 def test_the_names_are_those_of_the_suites() -> None:
     assert set(get_args(BuiltinSuite)) == set(SUITES)
     assert FileSuite(kind="file", path="a", name="b").max_tokens == MAX_TOKENS
+    assert (get_args(ConstrainableSuite), recipe_gates.CONSTRAINED) == (CONSTRAINABLE, CONSTRAINED)
+
+
+def test_a_constrained_suite_stands_beside_the_free_one() -> None:
+    gates = parse(
+        "version: 1\ngates:\n"
+        "  suites: [schema, {name: schema, constrained: true},"
+        " {kind: file, path: m.jsonl, name: mine, constrained: true}]\n"
+        "  num_items: {schema+constrained: 9}\n"
+        "  max_drop_pp: {schema+constrained: 3, mine+constrained: 4}\n"
+    ).gates
+    assert gates.suite_options == {
+        "schema": {},
+        "schema+constrained": {"num_items": 9},
+        "mine+constrained": {"kind": "file", "path": "m.jsonl", "max_tokens": 256},
+    }
+    assert Gates.parse(gates.limits).suites == ("schema", "schema+constrained", "mine+constrained")
+    assert parse_recipe("version: 1\ngates: {suites: [{name: tools, constrained: true}]}", origin="r").gates.suites
 
 
 def test_suites_by_name_and_from_a_file() -> None:
@@ -64,7 +83,13 @@ def test_every_suite_with_answers_can_have_a_margin(suite: str) -> None:
          "did you mean 'file'?"),
         ("kind: file, ", "", "r.yaml:3:34: gates.suites[3].kind: missing"),
         ("path: mine.jsonl", "file: mine.jsonl", "r.yaml:3:47: gates.suites[3].file: unknown key; allowed here: kind, "
-         "path, name, max_tokens"),
+         "path, name, max_tokens, constrained"),
+        ("extract,", "{name: needle, constrained: true},", "r.yaml:3:19: gates.suites[0].name: 'needle' is not "
+         "allowed; allowed: extract, schema, tools, arith"),
+        ("extract,", "{name: schema, constrained: false},", "r.yaml:3:40: gates.suites[0].constrained: false is not "
+         "allowed; allowed: true"),
+        ("name: mine", "name: mine+constrained", "r.yaml:3:71: gates.suites[3].name: 'mine+constrained' is the name "
+         "of a constrained suite; choose another name, and constrained: true"),
         ("path: mine.jsonl", "path: ''", "r.yaml:3:53: gates.suites[3].path: empty"),
         ("name: mine", "name: schema", "r.yaml:3:71: gates.suites[3].name: 'schema' is the name of a built-in suite or "
          "of a measurement; choose another name"),

@@ -108,3 +108,15 @@ def test_another_template_has_another_hash(make_tiny_model: Any, tmp_path: Path,
     template = folder / "chat_template.jinja"
     template.write_text(template.read_text() + " ")
     assert Engine(folder, EngineConfig(max_model_len=64)).chat.sha256 != engine.chat.sha256
+
+
+def test_a_schema_is_enforced_and_what_that_did_is_told(model: EngineModel) -> None:
+    schema = {"type": "object", "properties": {"a": {"enum": ["yes", "no"]}}, "required": ["a"],
+              "additionalProperties": False}  # fmt: skip
+    forced, free = model.generate([request("f", "Is it?", schema=schema, max_tokens=60), request("g", "Is it?")])
+    assert json.loads(forced.text)["a"] in {"yes", "no"}
+    assert forced.num_forced_tokens is not None
+    assert 0 < forced.num_forced_tokens < forced.num_tokens == len(forced.token_ids)
+    assert forced.legal_mass is not None
+    assert 0 < forced.legal_mass < 1
+    assert (free.num_forced_tokens, free.legal_mass) == (None, None)

@@ -189,3 +189,17 @@ def test_the_tokens_that_may_come_are_those_of_the_kernels_reference() -> None:
         ours = sample_probabilities((logits / 0.9).softmax(-1).repeat(2000, 1), limits, uniform)
         counts = [torch.bincount(tokens, minlength=300) for tokens in (theirs, ours)]
         assert (counts[0] - counts[1]).abs().max() <= 2
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [(1e-46, 1.0, 0, 0.0), (1e-300, 0.9, 3, 0.1), (1e308, 1.0, 0, 0.0), (1.0, 5e-324, 2, 0.5), (1.0, 0.5, 10**30, 0.0)],
+)
+def test_extreme_numbers_of_a_row_do_not_reach_its_neighbour(draw: tuple[float, float, int, float]) -> None:
+    logits = torch.randn(2, 30, generator=generator(7))
+    logits[0, 3] = float("-inf")
+    temperature, top_p, top_k, min_p = draw
+    alone = sample(logits[1:], [Draw(1.0, 0.9, generator(2))])
+    found = sample(logits, [Draw(temperature, top_p, generator(1), top_k, min_p), Draw(1.0, 0.9, generator(2))])
+    assert found[1:] == alone
+    assert found[0] is None or 0 <= found[0] < 30

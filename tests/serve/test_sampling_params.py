@@ -6,6 +6,7 @@ import pytest
 
 from quantkit.errors import QueueFullError, UsageError
 from quantkit.serve import SamplingParams
+from quantkit.serve.structured import StructuredOutput
 
 
 def greedy(engine: Any, prompt: list[int], **settings: Any) -> Any:
@@ -133,3 +134,63 @@ def test_a_priority_needs_its_policy_and_a_full_queue_refuses(make_engine: Any) 
     while engine.has_unfinished:
         ended += [output.request_id for output in engine.step() if output.finish_reason]
     assert ended == ["running", "urgent", "late"]
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 1e-300}, {"temperature": 1e-46}, {"temperature": 5e-324}])
+def test_a_temperature_that_float32_does_not_hold_is_greedy(
+    engine: Any, random_prompt: Any, settings: dict[str, float]
+) -> None:
+    prompt = random_prompt(6, 1)
+    assert (
+        engine.generate([prompt], SamplingParams(max_tokens=8, **settings))[0].token_ids
+        == greedy(engine, prompt, max_tokens=8).token_ids
+    )
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 5e-324, "top_k": 5},
+        {"top_p": 1e-46},
+        {"min_p": 5e-324},
+        {"top_k": 10**30},
+        {"temperature": 1e6},
+        {"temperature": 1e-30, "min_p": 1.0},
+        {"repetition_penalty": 1e6},
+        {"repetition_penalty": 1e-6},
+        {"presence_penalty": 5e-324, "frequency_penalty": -2},
+        {"logit_bias": {7: 5e-324, 8: -100, 9: 100}},
+        {"seed": 2**63 - 1, "n": 2},
+    ],
+    ids=str,
+)
+def test_extreme_values_leave_neighbours_alone(engine: Any, random_prompt: Any, settings: dict[str, Any]) -> None:
+    wanted = greedy(engine, random_prompt(6, 1), max_tokens=4).token_ids
+    params = [SamplingParams(max_tokens=4, **settings), SamplingParams(max_tokens=4, temperature=0)]
+    found = engine.generate([random_prompt(6, 2), random_prompt(6, 1)], params)
+    assert found[-1].token_ids == wanted
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"temperature": 1e308}, r"temperature=1e\+308 is not a number of 0 or more, up to 1e\+06"),
+        ({"temperature": 10**400}, "temperature=1000"),
+        ({"repetition_penalty": 1e308}, r"repetition_penalty=1e\+308 is not a number above 0, from 1e-06 to 1e\+06"),
+        ({"repetition_penalty": 1e-308}, "repetition_penalty=1e-308 is not a number above 0"),
+        ({"stop": ["a", "\ud800"]}, "stop is not UTF-8 text"),
+        (
+            {"min_tokens": 2, "structured": StructuredOutput.regex("a+")},
+            "min_tokens=2 and a form of the answer exclude each other",
+        ),
+    ],
+    ids=str,
+)
+def test_what_the_engine_cannot_follow_is_refused_by_name(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**settings)
+
+
+def test_a_salt_is_text(engine: Any) -> None:
+    with pytest.raises(UsageError, match="cache_salt is not UTF-8 text"):
+        engine.add_request([7], SamplingParams(), cache_salt="\ud800")

@@ -24,7 +24,7 @@ def test_a_cache_of_unstated_size_holds_all_requests_but_leaves_memory(
 ) -> None:
     config = EngineConfig(max_model_len=64, max_num_seqs=4, kv_block_size=16)
     assert Engine(tiny_llama_folder, config).pool.num_usable == 4 * 4
-    monkeypatch.setattr("quantkit.serve.cache_size.available_bytes", lambda: 100_000)
+    monkeypatch.setattr("quantkit.serve.device.available_bytes", lambda: 100_000)
     assert Engine(tiny_llama_folder, config).pool.num_blocks == int(100_000 * FREE_MEMORY_SHARE) // 8192
 
 

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from quantkit.errors import UsageError
 from quantkit.serve.structured import StructuredOutput
 from quantkit.serve.structured.compiler import CompiledGrammar, GrammarCompiler, GrammarLimits
+from quantkit.serve.structured.matcher import FormError
 from quantkit.serve.structured.post_validation import AnswerValidator
 from quantkit.serve.structured.token_bytes import special_token_ids, token_bytes
 
@@ -166,6 +167,39 @@ def test_a_special_token_may_be_asked_for_by_name(compiler: GrammarCompiler) -> 
     assert legal(matcher) == [3]
 
 
+def test_a_grammar_is_judged_by_its_tokens(compiler: GrammarCompiler, tokenizer: Any, validator: Any) -> None:
+    """A special token has no text, so that the text alone does not show that it was there."""
+    grammar = compiler.compile(StructuredOutput.grammar('start: <|im_start|> "x"'))
+    x = tokenizer.convert_tokens_to_ids("x")
+    assert validator.is_valid(grammar, "x", [3, x]) is True
+    assert validator.is_valid(grammar, "x", [x]) is False
+    assert validator.is_valid(grammar, "x", [3]) is False
+
+
+def test_thousands_of_choices(compiler: GrammarCompiler, tokenizer: Any) -> None:
+    texts = [f"choice {number}" for number in range(3000)]
+    grammar = compiler.compile(StructuredOutput.choice(texts))
+    assert accepts(grammar, tokenizer, texts[-1])
+    assert grammar.matches(texts[1234])
+    assert not grammar.matches("choice 3000")
+
+
+def test_a_form_that_leads_nowhere_says_so_and_does_not_end_the_answer(
+    compiler: GrammarCompiler, tokenizer: Any
+) -> None:
+    matcher = compiler.compile(StructuredOutput.grammar('start: "a" start')).start()
+
+    def follow() -> None:
+        for _ in range(100):
+            legal(matcher)
+            assert matcher.accept(tokenizer.convert_tokens_to_ids("a"))
+            assert not matcher.is_finished
+            assert not matcher.is_complete
+
+    with pytest.raises(FormError, match=r"(?i)cannot be followed further: parser error: Too many items"):
+        follow()
+
+
 def test_grammars_in_both_languages(compiler: GrammarCompiler, tokenizer: Any) -> None:
     lark = compiler.compile(StructuredOutput.grammar('start: "x" (" " NUMBER)+\nNUMBER: /[0-9]+/'))
     gbnf = compiler.compile(StructuredOutput.grammar('root ::= "x" (" " number)+\nnumber ::= [0-9]+\n'))
@@ -197,6 +231,15 @@ def test_a_choice_is_one_of_its_texts(compiler: GrammarCompiler, texts: list[str
         (StructuredOutput.json_schema({"type": "foo"}), "json_schema is no JSON Schema: at /type: 'foo' is not valid"),
         (StructuredOutput.json_schema({"$ref": "http://x.y/z"}), "json_schema cannot be compiled: .*does not fetch"),
         (StructuredOutput.json_schema({"$ref": "#/nowhere"}), "json_schema cannot be compiled: "),
+        (StructuredOutput.json_schema({"$ref": "#"}), "json_schema allows nothing"),
+        (
+            StructuredOutput.json_schema(
+                {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}
+            ),
+            "json_schema allows nothing",
+        ),
+        (StructuredOutput.regex(r"[^\s\S]"), "regex allows nothing"),
+        (StructuredOutput.grammar("start: start"), "grammar allows nothing"),
         (
             StructuredOutput.json_schema({"type": "string", "minLength": 5, "maxLength": 2}),
             "json_schema cannot be compiled: Unsatisfiable schema",

@@ -4,6 +4,7 @@ from typing import Literal
 
 from quantkit_eval.record_types import Gate, Outcome
 from quantkit_eval.report.quantities import MISSING, RATIO, SHARE, Unit, number, unit_named
+from quantkit_eval.suites import CONSTRAINED
 
 OUTCOME_WORDS: dict[Outcome, str] = {"pass": "Pass", "fail": "Fail", "inconclusive": "Inconclusive"}
 SUBJECTS = {
@@ -32,6 +33,8 @@ METRICS = {
     "whitespace_run": "longest run of white space",
     "replacement_chars": "U+FFFD characters",
     "only_json": "nothing but JSON",
+    "forced_token_rate": "tokens that the form left no choice for",
+    "legal_mass": "probability of what the form allows",
     "truncated": "cut off at the token limit",
     "field_accuracy": "fields right",
     "kl_mean_nats": "KL divergence to the original",
@@ -46,7 +49,8 @@ METRICS = {
 
 def subject(suite: str) -> str:
     """What a suite is about, in plain words; a user's own suite keeps its name."""
-    return SUBJECTS.get(suite, suite)
+    name = suite.removesuffix(CONSTRAINED)
+    return SUBJECTS.get(name, name) + (", constrained" if name != suite else "")
 
 
 def title(suite: str) -> str:

@@ -5,13 +5,14 @@ and wrong answers are ``GradedSuite``s and share how they ask and summarise; ``n
 """
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
+from quantkit_eval.answer_log import AnswerLog
 from quantkit_eval.errors import OptionError
-from quantkit_eval.protocol import Model
+from quantkit_eval.protocol import Generation, GenerationRequest, Model, check_generations
 from quantkit_eval.record_types import Sample, SuiteRecord
 
 SUITES = {  # name in a recipe -> "module:function"; imported on first use
@@ -24,6 +25,8 @@ SUITES = {  # name in a recipe -> "module:function"; imported on first use
     "instructions": "quantkit_eval.suites.instructions:run",
     "nll": "quantkit_eval.suites.nll:run",
 }
+CONSTRAINED = "+constrained"  # ends the name of a suite whose answers are forced into the form of each item
+CONSTRAINABLE = ("extract", "schema", "tools", "arith")  # what can be so; and a user's suite whose lines have a schema
 KINDS = {"file": "quantkit_eval.suites.file:run"}  # value of the option ``kind`` -> the same, under a name of its own
 BATCH_ITEMS = 64  # items handed to the model at once: enough for its batching, few enough for a progress bar
 
@@ -44,6 +47,7 @@ class SuiteRun:
         reference: the folder of the baseline's records or its nll.safetensors; None if this is the baseline.
         progress: called after each batch with the items done and the items in all.
         batch_items: items handed to the model at once.
+        answers: of an evaluation that may be gone on with; None keeps none.
     """
 
     name: str
@@ -54,6 +58,25 @@ class SuiteRun:
     reference: Path | None
     progress: Callable[[int, int], None]
     batch_items: int = BATCH_ITEMS
+    answers: AnswerLog | None = None
+
+    @property
+    def is_constrained(self) -> bool:
+        """Whether answers are forced into the form that their items ask for."""
+        return self.name.endswith(CONSTRAINED)
+
+    def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+        """The model's answers, or those that an earlier evaluation got.
+
+        Raises:
+            ModelOutputError: the model's generations are not those of the requests.
+            TargetError: a server failed.
+        """
+        if self.answers is not None:
+            return self.answers.generate(self.model, requests)
+        generations = self.model.generate(requests)
+        check_generations(requests, generations)
+        return generations
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,17 +93,47 @@ Suite = Callable[[SuiteRun], SuiteOutcome]
 def load_suite(name: str, kind: str | None = None) -> Suite:
     """The suite of that name, or the one of a kind under a name of the user's choice.
 
+    Args:
+        name: of the suite; with ``CONSTRAINED`` at its end, the same with answers that are forced into their form.
+        kind: of a suite of the user's.
+
     Raises:
-        OptionError: there is none, or the user's name is taken.
+        OptionError: there is none, it cannot be constrained, or the user's name is taken.
     """
+    is_constrained, name = name.endswith(CONSTRAINED), name.removesuffix(CONSTRAINED)
     if kind is None and name not in SUITES:
         raise OptionError(f"unknown suite {name!r}", fix=f"Choose from {', '.join(SUITES)}")
     if kind is not None and name in (*SUITES, "throughput"):
         raise OptionError(f"the name {name!r} of a suite of kind {kind!r} is taken", fix="Choose another name")
     if kind is not None and kind not in KINDS:
         raise OptionError(f"suite {name!r} is of unknown kind {kind!r}", fix=f"Choose from {', '.join(KINDS)}")
+    if is_constrained and kind is None and name not in CONSTRAINABLE:
+        raise OptionError(
+            f"suite {name!r} asks for no JSON that could be enforced", fix=f"Choose from {', '.join(CONSTRAINABLE)}"
+        )
     module, _, function = (SUITES[name] if kind is None else KINDS[kind]).partition(":")
     return cast(Suite, getattr(importlib.import_module(module), function))
+
+
+def with_constrained(suites: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """The suites, and after each that asks for JSON the same one constrained, so that both stand side by side.
+
+    Args:
+        suites: name -> options, as ``evaluate`` takes them; a user's suite counts as one that asks for JSON.
+
+    Raises:
+        OptionError: there is no such suite.
+    """
+    found: dict[str, Mapping[str, Any]] = {}
+    for name, options in suites.items():
+        found[name] = options
+        if name in CONSTRAINABLE or "kind" in options:
+            found[name.removesuffix(CONSTRAINED) + CONSTRAINED] = options
+    if len(found) == len(suites):
+        raise OptionError(
+            f"no suite of {', '.join(suites)} can be constrained", fix=f"Add one of {', '.join(CONSTRAINABLE)}"
+        )
+    return found
 
 
 def parse_options(kind: type[Options], options: Mapping[str, Any], suite: str) -> Options:

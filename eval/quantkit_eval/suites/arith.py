@@ -7,6 +7,7 @@ a slip early in a chain from one at its end. An item is exact if every step and 
 import operator
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 from quantkit_eval.suites.answers import agrees, read_object
 from quantkit_eval.suites.graded import GradedSuite, Item, Metrics, Parts
@@ -86,10 +87,21 @@ def measure(item: Item, output: str) -> Metrics:
     }
 
 
+def form(item: Item) -> dict[str, Any]:
+    """Steps as texts and an answer, as the examples show it; how many steps is the model's to know."""
+    return {
+        "type": "object",
+        "properties": {"steps": {"type": "array", "items": {"type": "string"}}, "answer": {"type": "integer"}},
+        "required": ["steps", "answer"],
+        "additionalProperties": False,
+    }
+
+
 generate_items = partial(items_in_turn, _make, CELLS, len(WORDINGS))
 run = GradedSuite(
     measure=measure,
     primary="exact",
     shares=("exact", "parse_ok", "answer_ok"),
     parts=Parts("steps_correct", "steps_total", "step_accuracy"),
+    form=form,
 ).generated(generate_items, num_items=99, max_tokens=128)

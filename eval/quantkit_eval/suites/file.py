@@ -9,7 +9,7 @@ aside; object or list: by value, see ``answers.agrees``) and fits the schema (Dr
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,12 @@ def run(suite_run: SuiteRun) -> SuiteOutcome:
     """
     options = parse_options(FileOptions, suite_run.options, suite_run.name)
     return SUITE.ask(suite_run, chosen_items(options), options.max_tokens)
+
+
+def check_forms(name: str, items: Sequence[Item]) -> None:
+    """Refuse a constrained suite with a line that has no schema. Raises OptionError."""
+    for item in items:
+        SUITE.require_form(name, item)
 
 
 def chosen_items(options: FileOptions) -> list[Item]:

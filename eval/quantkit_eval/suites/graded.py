@@ -7,15 +7,16 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
-from quantkit_eval.errors import ModelOutputError
+from quantkit_eval.errors import OptionError
 from quantkit_eval.protocol import Generation, GenerationRequest, Message
 from quantkit_eval.record_types import Metric, MetricValue, Sample
 from quantkit_eval.records import SCHEMA_VERSION
 from quantkit_eval.suites import SuiteOutcome, SuiteRun, parse_options
 from quantkit_eval.suites.degeneration import is_looped, longest_whitespace_run
-from quantkit_eval.suites.shares import mean_of, part_accuracy, share_of
+from quantkit_eval.suites.shares import mean_of, mean_share, part_accuracy, share_of
 
 Metrics = dict[str, MetricValue]
 
@@ -110,6 +111,7 @@ class GradedSuite:
         shares: right-or-wrong metrics whose share is reported, the primary one first.
         parts: of an answer that can be right in part.
         means: numeric metrics whose mean is reported; of each, less is better.
+        form: item -> the JSON Schema that a constrained answer is forced into. It must not give the answer away.
     """
 
     measure: Callable[[Item, str], Metrics]
@@ -117,6 +119,7 @@ class GradedSuite:
     shares: tuple[str, ...]
     parts: Parts | None = None
     means: tuple[str, ...] = ()
+    form: Callable[[Item], Mapping[str, Any] | None] = attrgetter("schema")
 
     def generated(
         self, generate: Callable[[int, int], Sequence[Item]], *, num_items: int, max_tokens: int
@@ -128,14 +131,14 @@ class GradedSuite:
         """Ask the model for every item and measure the answers.
 
         Raises:
+            OptionError: the suite is constrained, and an item has no form.
             ModelOutputError: the model's generations are not those of the requests.
         """
         samples: list[Sample] = []
         for start in range(0, len(items), suite_run.batch_items):
             batch = items[start : start + suite_run.batch_items]
-            requests = [_request(item, max_tokens) for item in batch]
-            generations = suite_run.model.generate(requests)
-            _check_generations(requests, generations)
+            requests = [self._request(suite_run, item, max_tokens) for item in batch]
+            generations = suite_run.generate(requests)
             samples += [
                 self._sample(suite_run.name, item, generation)
                 for item, generation in zip(batch, generations, strict=True)
@@ -146,14 +149,31 @@ class GradedSuite:
             {
                 "items_hash": _hash_items(items),
                 "num_items": len(items),
-                "options": {"num_items": len(items), "max_tokens": max_tokens},
+                "options": {"num_items": len(items), "max_tokens": max_tokens}
+                | ({"constrained": True} if suite_run.is_constrained else {}),
                 "primary_metric": self.primary,
                 "metrics": self._summarize([sample["metrics"] for sample in samples]),
                 "histograms": {},
             },
         )
 
+    def _request(self, suite_run: SuiteRun, item: Item, max_tokens: int) -> GenerationRequest:
+        messages = item.messages or ({"role": "user", "content": item.prompt},)
+        schema = self.require_form(suite_run.name, item) if suite_run.is_constrained else None
+        return GenerationRequest(item.id, messages, item.max_tokens or max_tokens, schema=schema)
+
+    def require_form(self, suite: str, item: Item) -> Mapping[str, Any]:
+        """The form of an item that is to be forced. Raises OptionError if there is none."""
+        form = self.form(item)
+        if form is None:
+            raise OptionError(
+                f"suite {suite!r}: item {item.id!r} has no schema to enforce",
+                fix="Give each item a schema, or do without constrained",
+            )
+        return form
+
     def _sample(self, suite: str, item: Item, generation: Generation) -> Sample:
+        answer = self.measure(item, generation.text)
         return {
             "schema_version": SCHEMA_VERSION,
             "suite": suite,
@@ -163,7 +183,7 @@ class GradedSuite:
             "gold": item.gold if item.gold is not None else {"schema": item.schema},
             "output": generation.text,
             "finish_reason": generation.finish_reason,
-            "metrics": self.measure(item, generation.text) | degeneration(generation.text, generation.finish_reason),
+            "metrics": answer | degeneration(generation.text, generation.finish_reason) | _forcing(generation),
         }
 
     def _summarize(self, metrics: Sequence[Mapping[str, MetricValue]]) -> dict[str, Metric]:
@@ -172,7 +192,12 @@ class GradedSuite:
         if self.parts and (not metrics or any(item.get(self.parts.total) for item in metrics)):
             summary[self.parts.accuracy] = part_accuracy(self.parts.correct, self.parts.total, metrics)
         summary |= {name: mean_of(name, metrics) for name in (*self.means, "whitespace_run")}
-        return summary | {name: share_of(name, metrics, lower_is_better=True) for name in ("truncated", "looped")}
+        summary |= {name: share_of(name, metrics, lower_is_better=True) for name in ("truncated", "looped")}
+        if any("num_forced_tokens" in item for item in metrics):
+            summary["forced_token_rate"] = part_accuracy("num_forced_tokens", "num_tokens", metrics)
+        if any("legal_mass" in item for item in metrics):
+            summary["legal_mass"] = mean_share("legal_mass", metrics)
+        return summary
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,22 +242,14 @@ def degeneration(output: str, finish_reason: str) -> Metrics:
     }
 
 
-def _request(item: Item, max_tokens: int) -> GenerationRequest:
-    messages = item.messages or ({"role": "user", "content": item.prompt},)
-    return GenerationRequest(item.id, messages, item.max_tokens or max_tokens)
-
-
-def _check_generations(requests: Sequence[GenerationRequest], generations: Sequence[Generation]) -> None:
-    asked, got = [request.id for request in requests], [generation.id for generation in generations]
-    if asked != got:
-        raise ModelOutputError(
-            f"the model answered {len(got)} requests, {got[:3]}..., not {len(asked)}, {asked[:3]}..."
-        )
-    for generation in generations:
-        if generation.finish_reason not in ("stop", "length"):
-            raise ModelOutputError(
-                f"request {generation.id!r} ended with {generation.finish_reason!r}, neither 'stop' nor 'length'"
-            )
+def _forcing(generation: Generation) -> Metrics:
+    """How far the form, and not the model, wrote the answer; empty where nothing was forced or nobody tells."""
+    found: Metrics = {}
+    if generation.num_forced_tokens is not None:
+        found |= {"num_forced_tokens": generation.num_forced_tokens, "num_tokens": generation.num_tokens}
+    if generation.legal_mass is not None:
+        found["legal_mass"] = generation.legal_mass
+    return found
 
 
 def _hash_items(items: Sequence[Item]) -> str:

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from quantkit_eval.suites import load_suite, parse_options
-from quantkit_eval.suites.file import FileOptions, chosen_items
+from quantkit_eval.suites import CONSTRAINED, load_suite, parse_options
+from quantkit_eval.suites.file import FileOptions, check_forms, chosen_items
 from quantkit_eval.suites.graded import GeneratedSuite
 
 
@@ -16,5 +16,8 @@ def count_items(name: str, options: Mapping[str, Any]) -> int | None:
     """
     suite = load_suite(name, options.get("kind"))
     if options.get("kind") == "file":
-        return len(chosen_items(parse_options(FileOptions, options, name)))
+        items = chosen_items(parse_options(FileOptions, options, name))
+        if name.endswith(CONSTRAINED):
+            check_forms(name, items)
+        return len(items)
     return suite.options(name, options).num_items if isinstance(suite, GeneratedSuite) else None

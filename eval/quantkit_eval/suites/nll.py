@@ -3,7 +3,8 @@
 No sampling takes part, so this suite has more power a second than any other. A window is a document of the text, or an
 even share of one that is too long; it starts afresh, without special tokens, and its first token is not predicted.
 Without a reference the suite writes one (``quantkit_eval.reference``); with one it adds the divergence, the agreement
-and the ratio of perplexities.
+and the ratio of perplexities. A server that tells only the probability of given tokens gets likelihood and perplexity;
+it neither writes a reference nor is measured against one.
 """
 
 import hashlib
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 
 from quantkit_eval.errors import ModelOutputError, OptionError
-from quantkit_eval.protocol import hash_token_ids
+from quantkit_eval.protocol import TokenScorer, hash_token_ids
 from quantkit_eval.record_types import Sample
 from quantkit_eval.records import SCHEMA_VERSION
 from quantkit_eval.reference import REFERENCE_FILE, Identity, Reference, TokenDistributions, hash_file, write_reference
@@ -74,11 +75,13 @@ def run(suite_run: SuiteRun) -> SuiteOutcome:
     documents = [document.strip("\n") for document in text.split(f"{DOCUMENT_SEPARATOR}\n")]
     windows = _cut([suite_run.model.tokenize(document) for document in documents], options)
     identity = Identity.of(text, options.window_tokens, windows)
-    reference = None
-    if suite_run.reference:
+    reference_path: Path | None = suite_run.folder / REFERENCE_FILE
+    if isinstance(suite_run.model, TokenScorer):
+        scores, reference_path = _score_tokens(suite_run.model, suite_run, windows), None
+    elif suite_run.reference:
         reference = Reference(suite_run.reference)
         identity.check(reference.metadata, reference.path)
-        scores = _score_against(reference, suite_run, windows)
+        scores, reference_path = _score_against(reference, suite_run, windows), reference.path
     else:
         scores = _score_and_keep(suite_run, windows, identity)
     return SuiteOutcome(
@@ -88,7 +91,7 @@ def run(suite_run: SuiteRun) -> SuiteOutcome:
             "num_items": len(windows),
             "options": {"window_tokens": options.window_tokens, "max_windows": options.max_windows},
             "primary_metric": None,
-            "reference_sha256": hash_file(reference.path if reference else suite_run.folder / REFERENCE_FILE),
+            "reference_sha256": hash_file(reference_path) if reference_path else None,
             "metrics": summarize(scores),
             "histograms": histograms(scores),
         },
@@ -111,6 +114,18 @@ def _score_against(reference: Reference, suite_run: SuiteRun, windows: Sequence[
     for index, (log_probs, nll) in enumerate(_score(suite_run, windows)):
         reference.check_vocab_size(log_probs.shape[1])
         scores.append(WindowScore(nll, Divergence.measure(log_probs, nll, reference.window(index))))
+    return scores
+
+
+def _score_tokens(model: TokenScorer, suite_run: SuiteRun, windows: Sequence[Sequence[int]]) -> list[WindowScore]:
+    """Of a model that knows given tokens only: the likelihood, and no divergence."""
+    scores = []
+    for index, token_ids in enumerate(windows):
+        log_probs = model.score_tokens(token_ids)
+        if log_probs.shape != (len(token_ids) - 1,) or not torch.isfinite(log_probs).all():
+            raise ModelOutputError(f"window {index}: score_tokens gave {tuple(log_probs.shape)} or what is not finite")
+        scores.append(WindowScore(-log_probs, None))
+        suite_run.progress(index + 1, len(windows))
     return scores
 
 

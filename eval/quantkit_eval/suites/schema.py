@@ -1,4 +1,4 @@
-"""``schema``: write a JSON object that fits a JSON Schema, unconstrained.
+"""``schema``: write a JSON object that fits a JSON Schema.
 
 Catches damage to form: an open brace, a number where text is asked for, an enum value that does not exist, a list that
 does not end. Validated with jsonschema, Draft 2020-12; ``error_path`` and ``error_keyword`` say what broke first.

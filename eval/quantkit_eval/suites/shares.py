@@ -39,6 +39,11 @@ def mean_of(name: str, items: Items) -> Metric:
     return metric
 
 
+def mean_share(name: str, items: Items) -> Metric:
+    """Mean of a share that items have, of those that have it."""
+    return _mean([float(item[name] or 0) for item in items if item.get(name) is not None], highest=1.0)
+
+
 def _mean(values: Sequence[float], weights: Sequence[float] | None = None, highest: float = math.inf) -> Metric:
     estimate = bootstrap_mean(values, weights=weights, confidence=CONFIDENCE) if values else None
     interval = estimate.cut_to(0.0, highest) if estimate else None

@@ -7,6 +7,7 @@ Arguments are compared by value: a number may stand in quotes, text must agree t
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from quantkit_eval.suites.answers import agrees, read_object
 from quantkit_eval.suites.graded import FIELDS, GradedSuite, Item, Metrics
@@ -132,10 +133,23 @@ def measure(item: Item, output: str) -> Metrics:
     }
 
 
+def form(item: Item) -> dict[str, Any]:
+    """A call of any of the tools, whichever the item offers: choosing one and its arguments is the model's work."""
+    names = [tool.name for tool in TOOLS] + [NONE]
+    arguments = {"type": "object", "additionalProperties": {"type": ["string", "integer"]}}
+    return {
+        "type": "object",
+        "properties": {"tool": {"enum": names}, "arguments": arguments},
+        "required": ["tool", "arguments"],
+        "additionalProperties": False,
+    }
+
+
 generate_items = partial(items_in_turn, _make, CELLS, len(WORDINGS))
 run = GradedSuite(
     measure=measure,
     primary="exact",
     shares=("exact", "parse_ok", "tool_ok", "only_json"),
     parts=FIELDS,
+    form=form,
 ).generated(generate_items, num_items=99, max_tokens=64)

@@ -1,11 +1,14 @@
 """The application: endpoints, limits and errors put together around one engine."""
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
+from fastapi.openapi.utils import get_openapi
 from starlette.responses import PlainTextResponse, Response
 from starlette.types import Message, Receive, Scope, Send
 
@@ -19,6 +22,12 @@ from quantkit.serve.http.service import Service
 from quantkit.serve.http.streaming import ClientGoneError
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's number; nobody reads it but the metrics
+ERROR_FIELDS: Mapping[str, str | list[str]] = {
+    "message": "string",
+    "type": "string",
+    "param": ["string", "null"],
+    "code": ["string", "null"],
+}
 router = APIRouter()
 
 
@@ -84,6 +93,7 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
 
     app = FastAPI(title="quantkit", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.service = service
+    app.openapi = partial(_describe, app)  # type: ignore[method-assign]
     for part in (router, completions.router, chat_completions.router, tokens.router):
         app.include_router(part)
     install_error_handlers(app)
@@ -91,6 +101,25 @@ def create_app(engine: Engine, config: ServerConfig) -> FastAPI:
     app.add_middleware(RequestLimits, max_body_bytes=config.max_body_bytes, api_key=config.api_key)
     app.add_middleware(CountResponses, service=service, paths=set(app.openapi()["paths"]))
     return app
+
+
+def _describe(app: FastAPI) -> dict[str, Any]:
+    """The description of all requests; what FastAPI would answer with 422 is our error object with 400."""
+    if app.openapi_schema is None:
+        described = get_openapi(title=app.title, version=app.version, routes=app.routes)
+        schemas = described["components"]["schemas"]
+        for name in ("HTTPValidationError", "ValidationError"):
+            schemas.pop(name, None)
+        fields = {name: {"type": kind} for name, kind in ERROR_FIELDS.items()}
+        error = {"type": "object", "properties": fields, "required": list(fields)}
+        schemas["Error"] = {"type": "object", "properties": {"error": error}, "required": ["error"]}
+        content = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
+        for operations in described["paths"].values():
+            for operation in operations.values():
+                if operation["responses"].pop("422", None) is not None:
+                    operation["responses"]["400"] = {"description": "The request is wrong", "content": content}
+        app.openapi_schema = described
+    return app.openapi_schema
 
 
 async def _on_client_gone(_request: Request, _error: Exception) -> Response:
@@ -122,4 +151,9 @@ class CountResponses:
                 self._service.metrics.responses[path, message["status"]] += 1
             await send(message)
 
-        await self._app(scope, receive, counted)
+        try:
+            await self._app(scope, receive, counted)
+        except asyncio.CancelledError:
+            if self._service.engine.is_running:
+                raise
+            return  # the server gives up on this request at its end; that is no failure of the application's

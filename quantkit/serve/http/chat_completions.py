@@ -9,8 +9,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from quantkit.errors import EngineError
-from quantkit.serve.http.errors import error_body, status_of
+from quantkit.errors import EngineError, UsageError
+from quantkit.serve.http.errors import code_of, error_body, status_of
 from quantkit.serve.http.generation import Generation, Piece
 from quantkit.serve.http.protocol_chat import ChatRequest, Tool
 from quantkit.serve.http.service import Service
@@ -80,6 +80,7 @@ class _Writer:
 async def create_chat_completion(body: ChatRequest, request: Request) -> Response:
     """Give the assistant's next turn of a chat."""
     service: Service = request.app.state.service
+    service.require_running()
     service.require_model(body.model)
     offered, forced = body.offered_tools(), body.forced_tools()
     style = tool_style(service.engine.engine.chat.text)
@@ -144,8 +145,8 @@ async def _events(
             yield event(writer.document(kind, [choice]))
         if has_usage:
             yield event(writer.document(kind, [], usage=generation.usage))
-    except EngineError as error:
-        yield event(error_body(status_of(error), str(error)))
+    except (EngineError, UsageError) as error:
+        yield event(error_body(status_of(error), str(error), code=code_of(error)))
     yield event(DONE)
 
 

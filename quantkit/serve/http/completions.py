@@ -8,8 +8,8 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
-from quantkit.errors import EngineError
-from quantkit.serve.http.errors import error_body, status_of
+from quantkit.errors import EngineError, UsageError
+from quantkit.serve.http.errors import code_of, error_body, status_of
 from quantkit.serve.http.generation import Generation, Piece
 from quantkit.serve.http.protocol_completions import CompletionRequest
 from quantkit.serve.http.service import Service
@@ -59,9 +59,10 @@ class _Writer:
 async def create_completion(body: CompletionRequest, request: Request) -> Response:
     """Continue one or several prompts."""
     service: Service = request.app.state.service
+    service.require_running()
     service.require_model(body.model)
     params = body.sampling_params()
-    prompts = [await service.tokenize(one) if isinstance(one, str) else one for one in body.prompts()]
+    prompts = [await service.prompt_tokens(one) if isinstance(one, str) else one for one in body.prompts()]
     wants_texts = params.logprobs is not None or params.prompt_logprobs is not None
     writer = _Writer(service, await service.token_text() if wants_texts else None)
     generation = await service.begin(body, prompts, params, PlainText)
@@ -82,8 +83,8 @@ async def _events(generation: Generation, writer: _Writer, has_usage: bool) -> A
                 yield event(writer.document([writer.choice(piece)]))
         if has_usage:
             yield event(writer.document([], usage=generation.usage))
-    except EngineError as error:
-        yield event(error_body(status_of(error), str(error)))
+    except (EngineError, UsageError) as error:
+        yield event(error_body(status_of(error), str(error), code=code_of(error)))
     yield event(DONE)
 
 

@@ -30,6 +30,10 @@ class ModelNotFoundError(UsageError):
     """A request for another model than the one that is served."""
 
 
+class AnswerFormError(UsageError):
+    """An answer that could not go on: the form that was asked for, with the other parameters, left no token."""
+
+
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     """OpenAI's error object."""
     # Half a surrogate pair may come back from a request, and no answer can carry it.
@@ -62,6 +66,13 @@ def status_of(error: Exception) -> int:
     return HTTPStatus.INTERNAL_SERVER_ERROR
 
 
+def code_of(error: Exception) -> str | None:
+    """The code that programs tell an exception by."""
+    if isinstance(error, ModelNotFoundError):
+        return "model_not_found"
+    return "answer_form" if isinstance(error, AnswerFormError) else None
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make the application answer every exception in OpenAI's form."""
 
@@ -75,8 +86,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_known(_request: Request, error: Exception) -> Response:
-        code = "model_not_found" if isinstance(error, ModelNotFoundError) else None
-        return error_response(status_of(error), str(error), code=code)
+        return error_response(status_of(error), str(error), code=code_of(error))
 
     async def on_bug(_request: Request, error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)
@@ -97,11 +107,30 @@ def _first_problem(error: RequestValidationError) -> tuple[str | None, str]:
     """Where the body is wrong and how: an unknown field first, since it is the surest finding."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
-    place = ".".join(str(part) for part in problem["loc"] if part != "body")
+    place = _place(problem, error.body)
     if problem["type"] == "extra_forbidden":
         return place, f"{place}: there is no such field"
     if problem["type"] == "json_invalid":
         return None, f"the body is no JSON: {problem.get('ctx', {}).get('error', problem['msg'])}"
+    if problem["type"] == "string_unicode":
+        return place or None, f"{place or 'the body'}: the name of a field is not UTF-8 text"
     if not place:
         return None, "the body is no JSON object (send it with Content-Type: application/json)"
-    return place, f"{place}: {problem['msg']}"
+    reasons = dict.fromkeys(str(other["msg"]) for other in problems if _place(other, error.body) == place)
+    return place, f"{place}: {'; or: '.join(reasons)}"  # a field of several types has a reason for each
+
+
+def _place(problem: Mapping[str, Any], body: Any) -> str:
+    """Where in the body it is, without pydantic's names for the types of a field that may have several."""
+    parts, node = [], body
+    loc = [part for part in problem["loc"] if part != "body"]
+    for number, part in enumerate(loc):
+        is_key = isinstance(node, dict) and part in node
+        is_item = isinstance(node, list) and isinstance(part, int)
+        is_missing = problem["type"] == "missing" and number == len(loc) - 1
+        if is_key or is_item:
+            node = node[part] if is_key or part < len(node) else None
+        elif not is_missing:
+            continue
+        parts.append(str(part))
+    return ".".join(parts)

@@ -8,9 +8,12 @@ from typing import Any
 
 from quantkit.errors import EngineError
 from quantkit.serve.async_engine import EngineStoppedError, RequestStream
+from quantkit.serve.http.errors import AnswerFormError
 from quantkit.serve.http.prometheus import ServerMetrics
+from quantkit.serve.next_tokens import NO_TOKEN
 from quantkit.serve.outputs import RequestOutput, TokenLogprobs
 from quantkit.serve.structured.compiler import CompiledGrammar
+from quantkit.serve.structured.matcher import FormError
 from quantkit.serve.structured.post_validation import AnswerValidator
 from quantkit.serve.structured.tool_calls import AnswerParser, ToolCall
 
@@ -74,6 +77,7 @@ class Generation:
         self._metrics = metrics
         self._parsers: dict[int, AnswerParser] = {}
         self._texts: dict[int, str] = {}
+        self._token_ids: dict[int, list[int]] = {}
         self._has_calls: set[int] = set()
         self._has_failed = False
         self._num_new_tokens = 0
@@ -100,6 +104,7 @@ class Generation:
 
         Raises:
             EngineError: a continuation failed; the others are ended.
+            AnswerFormError: the form that was asked for left a continuation no token.
         """
         async for output in self._stream:
             if output.finish_reason in ("error", "abort"):
@@ -107,6 +112,8 @@ class Generation:
                 self._stream.abort()
                 if output.finish_reason == "abort":
                     raise EngineStoppedError("the server is shutting down and has ended this request")
+                if self._grammar is not None and _is_of_the_form(output.error or ""):
+                    raise AnswerFormError(str(output.error))
                 raise EngineError(f"the request failed: {output.error}")
             yield await self._piece(output)
 
@@ -116,6 +123,8 @@ class Generation:
         self._num_cached_tokens[output.request_id] = output.num_cached_tokens
         parser = self._parsers.setdefault(index, self._make_parser())
         self._texts[index] = self._texts.get(index, "") + output.text
+        if self._grammar is not None:
+            self._token_ids.setdefault(index, []).extend(output.token_ids)
         text, calls = parser.feed(output.text)
         finish_reason, structured = output.finish_reason, None
         reason: str | None = finish_reason
@@ -123,7 +132,7 @@ class Generation:
             rest, more = parser.finish()
             text, calls = text + rest, [*calls, *more]
             if self._grammar is not None:
-                structured = await self._judge(output, self._grammar, self._texts[index])
+                structured = await self._judge(output, self._grammar)
         self._metrics.tool_calls += len(calls)
         if calls:
             self._has_calls.add(index)
@@ -141,9 +150,16 @@ class Generation:
             structured=structured,
         )
 
-    async def _judge(self, output: RequestOutput, grammar: CompiledGrammar, text: str) -> dict[str, Any]:
-        """Validate a whole answer, and count it."""
-        is_valid = await asyncio.to_thread(self._validator.is_valid, grammar, text)
+    async def _judge(self, output: RequestOutput, grammar: CompiledGrammar) -> dict[str, Any]:
+        """Validate a whole answer, and count it; one that was cut off is not valid, whatever it reads like."""
+        is_valid: bool | None = False
+        if output.finish_reason != "length":
+            token_ids: list[int] | None = self._token_ids[output.index]
+            if isinstance(output.stop_reason, str):
+                token_ids = None  # the tokens hold the stop string, which is no part of the answer
+            elif token_ids and token_ids[-1] == output.stop_reason:
+                token_ids = token_ids[:-1]
+            is_valid = await asyncio.to_thread(self._validator.is_valid, grammar, self._texts[output.index], token_ids)
         self._metrics.structured["unknown" if is_valid is None else str(is_valid).lower()] += 1
         self._metrics.truncated += output.finish_reason == "length"
         is_held_up = output.legal_mass is not None and output.legal_mass < REPAIRED_BELOW
@@ -154,3 +170,8 @@ class Generation:
             "num_forced_tokens": output.num_forced_tokens,
             "legal_mass": output.legal_mass,
         }
+
+
+def _is_of_the_form(error: str) -> bool:
+    """True for what the engine says of a form that leaves no token, and not for a failure of its own."""
+    return error.startswith((f"{FormError.__name__}: ", NO_TOKEN))

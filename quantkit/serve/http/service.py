@@ -3,23 +3,21 @@
 import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 from quantkit.errors import UsageError
 from quantkit.serve.async_engine import AsyncEngine
-from quantkit.serve.chat import require_text
+from quantkit.serve.chat import ChatTemplate, require_text
 from quantkit.serve.engine import Engine
 from quantkit.serve.http.errors import ModelNotFoundError
 from quantkit.serve.http.generation import Generation
 from quantkit.serve.http.prometheus import ServerMetrics, metrics_page
+from quantkit.serve.http.prompt_tokenizer import LONG_TEXT, PromptTokenizer
 from quantkit.serve.http.protocol_sampling import GenerationRequest
 from quantkit.serve.http.token_text import TokenText
 from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.structured.post_validation import AnswerValidator
 from quantkit.serve.structured.tool_calls import AnswerParser
-
-T = TypeVar("T")
 
 
 class Service:
@@ -43,17 +41,21 @@ class Service:
         self.created = int(time.time())
         self._validator = AnswerValidator()
         self._token_text: TokenText | None = None
-        self._tokenizer_thread = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")  # it is not safe in several
-
-    async def in_tokenizer_thread(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run what uses the tokenizer, without holding up anybody."""
-        return await asyncio.get_running_loop().run_in_executor(self._tokenizer_thread, function, *arguments)
+        self._tokenizer = PromptTokenizer(engine.tokenizer, engine.source.config.vocab_size, engine.max_model_len)
 
     async def token_text(self) -> TokenText:
         """Texts of single tokens; made when it is asked for first."""
         if self._token_text is None:
-            self._token_text = await self.in_tokenizer_thread(TokenText, self.engine.engine)
+            self._token_text = await self._tokenizer.run(lambda _: TokenText(self.engine.engine))
         return self._token_text
+
+    def require_running(self) -> None:
+        """Refuse what comes while the server ends, before it costs anything.
+
+        Raises:
+            EngineStoppedError: no requests are taken.
+        """
+        self.engine.require_running()
 
     def require_model(self, name: str | None) -> None:
         """Refuse a request for another model.
@@ -64,16 +66,32 @@ class Service:
         if name is not None and name != self.model_name:
             raise ModelNotFoundError(f"there is no model {name!r} here; this server has {self.model_name!r}")
 
+    async def prompt_tokens(self, text: str) -> list[int]:
+        """Token ids of a prompt.
+
+        Raises:
+            UsageError: it is no text, or so long that it cannot fit.
+        """
+        require_text(text, "the prompt")
+        await self._tokenizer.require_room(text)
+        return await self.tokenize(text)
+
     async def tokenize(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a text.
+        """Token ids of a text of any length.
 
         Raises:
             UsageError: it is no text.
         """
         require_text(text, "the prompt")
-        tokenizer: Any = self.engine.engine.tokenizer
-        encoded = await self.in_tokenizer_thread(lambda: tokenizer(text, add_special_tokens=add_special_tokens))
-        return [int(token_id) for token_id in encoded.input_ids]
+
+        def encode(tokenizer: Any) -> list[int]:
+            return [int(token_id) for token_id in tokenizer(text, add_special_tokens=add_special_tokens).input_ids]
+
+        return await self._tokenizer.run(encode, len(text))
+
+    async def detokenize(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, special ones included."""
+        return await self._tokenizer.run(lambda tokenizer: str(tokenizer.decode(token_ids)), len(token_ids))
 
     async def render(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
@@ -89,7 +107,18 @@ class Service:
             raise UsageError(
                 f"{self.model_name} has no chat template", fix="use /v1/completions, or add chat_template.jinja to it"
             )
-        return await self.in_tokenizer_thread(chat.render, messages, tools)
+        size = sum(len(text) for message in messages for text in message.values() if isinstance(text, str))
+
+        def render(tokenizer: Any) -> list[int]:
+            return ChatTemplate(tokenizer, self.model_name).render(messages, tools)
+
+        if size > LONG_TEXT:
+
+            def render_text(tokenizer: Any) -> str:
+                return ChatTemplate(tokenizer, self.model_name).render_text(messages, tools)
+
+            await self._tokenizer.require_room(await self._tokenizer.run(render_text, size))
+        return await self._tokenizer.run(render, size)
 
     async def begin(
         self,
@@ -118,5 +147,5 @@ class Service:
     async def close(self, drain_s: float) -> None:
         """Let requests end, then stop everything."""
         await self.engine.drain(drain_s)
-        self._tokenizer_thread.shutdown(wait=False, cancel_futures=True)
+        self._tokenizer.close()
         await asyncio.to_thread(self._validator.close)

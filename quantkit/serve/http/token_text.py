@@ -68,9 +68,8 @@ def completion_logprobs(
         "tokens": tokens,
         "token_logprobs": [_finite(entry[token_id][0]) for token_id, entry in zip(token_ids, entries, strict=True)],
         "top_logprobs": [
-            # Broken characters look alike; of tokens that do, the most likely one counts.
-            {texts.text_of(other): _finite(logprob) for other, (logprob, _) in reversed(_by_rank(entry))}
-            for entry in entries
+            {name: _finite(entry[other][0]) for other, name in _names(texts, token_id, entry).items()}
+            for token_id, entry in zip(token_ids, entries, strict=True)
         ],
         "text_offset": offsets,
     }
@@ -87,6 +86,22 @@ def prompt_logprobs(texts: TokenText, entries: Sequence[TokenLogprobs | None]) -
         }
         for entry in entries
     ]
+
+
+def _names(texts: TokenText, token_id: int, entry: TokenLogprobs) -> dict[int, str]:
+    """A name of its own for each token of an entry, the most likely one first.
+
+    It is the token's text. Of tokens that look alike the new one keeps it, or else the most likely one; the others are
+    told by their bytes, as OpenAI does it, and if these are the same too, by their number.
+    """
+    ranked = [other for other, _ in _by_rank(entry)]
+    owners: dict[str, int] = {}
+    for other in sorted(ranked, key=lambda other: other != token_id):
+        written = "".join(f"\\x{byte:02x}" for byte in texts.bytes_of(other))
+        names = (texts.text_of(other), f"bytes:{written}", f"token_id:{other}")
+        owners[next(name for name in names if name not in owners)] = other
+    name_of = {other: name for name, other in owners.items()}
+    return {other: name_of[other] for other in ranked}
 
 
 def _with_bytes(texts: TokenText, token_id: int, logprob: float) -> dict[str, Any]:

@@ -53,5 +53,4 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     for token_id in body.tokens:
         if not 0 <= token_id < vocab_size:
             raise UsageError(f"tokens holds {token_id}, the vocabulary has {vocab_size} tokens")
-    tokenizer: Any = service.engine.engine.tokenizer
-    return {"prompt": await service.in_tokenizer_thread(tokenizer.decode, body.tokens)}
+    return {"prompt": await service.detokenize(body.tokens)}

@@ -18,6 +18,7 @@ from quantkit.serve.kv_cache import KVShape
 from quantkit.serve.models.decoder_config import DecoderConfig
 from quantkit.serve.models.projection import Projection
 from quantkit.serve.models.rotary import RotaryFrequencies
+from quantkit.serve.paged_step import PagedStep
 from quantkit_kernels import rms_norm, rotary_embedding
 from quantkit_kernels.dispatch import activation_dtype
 
@@ -50,7 +51,7 @@ class Attention:
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._dtype, self._head_norms = dtype, head_norms
 
-    def __call__(self, x: Tensor, turns: Turns, metadata: AttentionMetadata) -> Tensor:
+    def __call__(self, x: Tensor, turns: Turns, metadata: AttentionMetadata | PagedStep) -> Tensor:
         """[T, K] from [T, K]."""
         tokens, heads, kv_heads = x.shape[0], self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).view(tokens, -1, self._head_dim)
@@ -88,7 +89,7 @@ class DecoderLayer:
     eps: float
 
     def __call__(
-        self, x: Tensor, residual: Tensor | None, turns: Turns, metadata: AttentionMetadata
+        self, x: Tensor, residual: Tensor | None, turns: Turns, metadata: AttentionMetadata | PagedStep
     ) -> tuple[Tensor, Tensor]:
         """What the layer adds, and what it is added to, both [T, K]; from the same of the layer before."""
         if residual is None:
@@ -165,13 +166,22 @@ class Decoder(nn.Module):
                 yield prefix + name, nn.Parameter(tensor, requires_grad=False)
 
     @property
+    def is_capturable(self) -> bool:
+        """Whether a step may be a CUDA graph; with experts the host must know how many tokens each gets."""
+        return self._config.num_experts_per_token == 0
+
+    @property
     def shapes(self) -> tuple[KVShape, ...]:
         """Of the keys and values, one a layer."""
         config = self._config
         return (KVShape(config.num_kv_heads, config.head_dim, config.head_dim),) * len(self._layers)
 
     def forward(
-        self, input_ids: Tensor, positions: Tensor, metadata: AttentionMetadata, rows: Tensor | None = None
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        metadata: AttentionMetadata | PagedStep,
+        rows: Tensor | None = None,
     ) -> Tensor:
         """Compute a step.
 

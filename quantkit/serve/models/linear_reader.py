@@ -13,6 +13,7 @@ from quantkit.scheme import QuantScheme
 from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.source import ModelSource
 
+CPU = torch.device("cpu")
 PACKED_BITS = (4, 8)  # of w4a16_gemm, and of w8a16_gemm and w8a8_gemm
 
 
@@ -45,6 +46,7 @@ class LinearReader:
     Args:
         source: where it comes from.
         model: its skeleton, after ``source.materialize``.
+        device: where the layers that are stored as codes go; the others are where the model has them.
 
     Attributes:
         packed: names of the layers whose codes are stored.
@@ -55,8 +57,8 @@ class LinearReader:
         EngineError: what has codes is no linear layer.
     """
 
-    def __init__(self, source: ModelSource, model: nn.Module) -> None:
-        self._source, self._model = source, model
+    def __init__(self, source: ModelSource, model: nn.Module, device: torch.device = CPU) -> None:
+        self._source, self._model, self._device = source, model, device
         self._config = _stored_config(source)
         by_parameter = source.weight_map(model).packed if self._config is not None else {}
         self._stored_names = {name.removesuffix(".weight"): stored for name, stored in by_parameter.items()}
@@ -91,13 +93,18 @@ class LinearReader:
         self.schemes.add(scheme)
         names = [f"{stored_name}.{suffix}" for suffix in PACKED_SUFFIXES]
         tensors = {tensor: self._source.read(tensor) for tensor in names if tensor in self._source.tensors}
-        weight = self._config.format.decode(tensors, stored_name, scheme, shape)
+        weight = _moved(self._config.format.decode(tensors, stored_name, scheme, shape), self._device)
         if scheme.input is None or scheme.input.dynamic:
             return weight, None
         input_scale = tensors.get(f"{stored_name}.input_scale")
         if input_scale is None:
             raise CheckpointError(f"{stored_name} has no input_scale")
-        return weight, input_scale.float().reshape(1)
+        return weight, input_scale.float().reshape(1).to(self._device)
+
+
+def _moved(weight: QuantizedWeight, device: torch.device) -> QuantizedWeight:
+    zero_point = None if weight.zero_point is None else weight.zero_point.to(device)
+    return QuantizedWeight(weight.codes.to(device), weight.scale.to(device), weight.scheme, zero_point)
 
 
 def _stored_config(source: ModelSource) -> StoredConfig | None:

@@ -10,6 +10,7 @@ from transformers import PretrainedConfig
 
 from quantkit.errors import EngineError
 from quantkit.serve.attention import ATTENTION_NAME, register_attention
+from quantkit.serve.device import CPU, move_parameters, runs_triton
 from quantkit.serve.kv_cache import KVShape
 from quantkit.serve.models.build_decoder import build_decoder
 from quantkit.serve.models.decoder_config import UnknownDecoderError, read_decoder_config
@@ -21,7 +22,7 @@ from quantkit_kernels.dispatch import choose, choose_linear
 
 MOVING_ROPE_TYPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence in the batch
 DECODER_OPERATIONS = ("rms_norm", "rotary_embedding", "silu_mul", "gelu_mul")
-CPU = torch.device("cpu")
+DEVICE_OPERATIONS = ("paged_attention", "sample_tokens")  # elsewhere torch's attention and our own sampler
 Definition = Literal["quantkit", "transformers"]
 
 
@@ -37,6 +38,7 @@ class LoadedModel:
         scheme: how its weights are stored, in one phrase.
         kernels: whose definition it is, and which body runs each operation, and why; one line each.
         weight_bytes: memory of all weights.
+        device: where they are.
     """
 
     model: nn.Module
@@ -46,6 +48,7 @@ class LoadedModel:
     scheme: str
     kernels: tuple[str, ...]
     weight_bytes: int
+    device: torch.device = CPU
 
 
 def resolve_dtype(name: str, stored: torch.dtype) -> torch.dtype:
@@ -55,14 +58,17 @@ def resolve_dtype(name: str, stored: torch.dtype) -> torch.dtype:
     return torch.float32 if stored in (torch.float32, torch.float64) else torch.bfloat16
 
 
-def load_model(source: ModelSource, dtype: torch.dtype, *, definition: Definition = "quantkit") -> LoadedModel:
+def load_model(
+    source: ModelSource, dtype: torch.dtype, *, definition: Definition = "quantkit", device: torch.device = CPU
+) -> LoadedModel:
     """Build and fill the model; transformers' definition is tried once.
 
     Args:
         source: where it comes from.
         dtype: to run it in.
         definition: ``quantkit`` is a decoder of our own where the configuration is one that it knows entirely, and
-            transformers' where not; ``transformers`` is that in any case, for comparison.
+            transformers' where not; ``transformers`` is that in any case, for comparison, and on the CPU only.
+        device: to run it on.
 
     Raises:
         CheckpointError: its quantization is not one that the engine runs, or a packed layer is broken.
@@ -71,7 +77,7 @@ def load_model(source: ModelSource, dtype: torch.dtype, *, definition: Definitio
     """
     model: Any = source.skeleton()
     max_model_len = _max_model_len(model.config)
-    reader = LinearReader(source, model)
+    reader = LinearReader(source, model, device)
     reason = "as asked"
     if definition == "quantkit":
         try:
@@ -80,13 +86,20 @@ def load_model(source: ModelSource, dtype: torch.dtype, *, definition: Definitio
             reason = str(error)
         else:
             source.materialize(model, dtype=dtype)
+            move_parameters(model, device)
             decoder = build_decoder(model, reader, config, dtype)
-            kernels = [f"definition: quantkit ({source.config.model_type})", *_kernels(Counter(decoder.bodies))]
-            kernels += [str(choose(operation, CPU)) for operation in DECODER_OPERATIONS]
+            kernels = [f"definition: quantkit ({source.config.model_type})", *_kernels(Counter(decoder.bodies), device)]
+            kernels += [str(choose(operation, device)) for operation in DECODER_OPERATIONS]
+            kernels += [str(choose(operation, device)) for operation in DEVICE_OPERATIONS if runs_triton(device)]
             scheme = _scheme(reader, dtype)
             return LoadedModel(
-                decoder, dtype, decoder.shapes, max_model_len, scheme, tuple(kernels), decoder.weight_bytes
+                decoder, dtype, decoder.shapes, max_model_len, scheme, tuple(kernels), decoder.weight_bytes, device
             )
+    if device.type != "cpu":
+        raise EngineError(
+            f"the engine runs {source.config.model_type} in transformers' definition ({reason}), on the CPU only",
+            fix="give device=cpu",
+        )
     source.materialize(model, dtype=dtype)
     kernels = [f"definition: transformers ({reason})", *_adapt(model, reader, dtype)]
     packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
@@ -119,12 +132,12 @@ def _adapt(model: Any, reader: LinearReader, dtype: torch.dtype) -> list[str]:
                 module.__class__ = DispatchedLinear
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
     bodies = Counter((module.operation, module.body, module.reason) for module in packed)
-    return [str(choice), *_kernels(bodies)]
+    return [str(choice), *_kernels(bodies, CPU)]
 
 
-def _kernels(bodies: Counter[tuple[str, str, str]]) -> list[str]:
+def _kernels(bodies: Counter[tuple[str, str, str]], device: torch.device) -> list[str]:
     lines = [f"{operation}: {body} in {n} layers ({why})" for (operation, body, why), n in sorted(bodies.items())]
-    return [str(choose("store_kv_cache", CPU)), *lines]
+    return [str(choose("store_kv_cache", device)), *lines]
 
 
 def _scheme(reader: LinearReader, dtype: torch.dtype) -> str:

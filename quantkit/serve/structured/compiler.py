@@ -5,22 +5,24 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as CompileTimeout
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from quantkit.errors import UsageError
-from quantkit.serve.structured.matcher import Matcher
+from quantkit.serve.structured.matcher import FormError, Matcher
 from quantkit.serve.structured.schema_check import GRAMMAR_OPTIONS, name_unenforced, nesting_depth, require_schema
 from quantkit.serve.structured.spec import StructuredOutput
 from quantkit.serve.structured.token_bytes import special_token_ids, token_bytes
 
 NUM_THREADS = 2
 GBNF_RULE = "::="
+NO_TOKEN = "NoExtension"  # how llguidance says that no token may come next
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +64,13 @@ class CompiledGrammar:
         return Matcher(self._state.deep_copy(), self._end_token_ids)
 
     def matches(self, text: str) -> bool:
-        """True if a whole text has the form."""
+        """True if a whole text, in which no special token counts, has the form."""
+        return self.accepts(self._tokenizer.tokenize_str(text))
+
+    def accepts(self, token_ids: Sequence[int]) -> bool:
+        """True if the tokens of a whole answer, without one of the end, have the form."""
         state = self._state.deep_copy()
-        token_ids = self._tokenizer.tokenize_str(text)
+        token_ids = list(token_ids)
         return bool(state.try_consume_tokens(token_ids) == len(token_ids) and state.is_accepting())
 
 
@@ -162,6 +168,7 @@ class GrammarCompiler:
         state = matcher(self._tokenizer, grammar, log_level=0)
         if state.is_error():
             raise _refused(spec, state.get_error())
+        _require_a_token(spec, Matcher(state.deep_copy(), self._end_token_ids), self._vocab_size)
         unenforced = name_unenforced(spec.schema, messages) if spec.kind == "json_schema" else tuple(messages)
         return CompiledGrammar(spec, unenforced, state, self._tokenizer, tuple(self._end_token_ids))
 
@@ -172,7 +179,8 @@ class GrammarCompiler:
             return self._json_grammar(spec.schema)
         if spec.kind == "choice":
             alternatives = " | ".join(_literal(text) for text in spec.value)
-            return str(matcher.grammar_from_lark(f"start: {alternatives}"))
+            # One terminal: a rule of so many would have an item of the parser for each text, and those are limited.
+            return str(matcher.grammar_from_lark(f"start: CHOICE\nCHOICE: {alternatives}"))
         text = str(spec.value)
         if spec.kind == "regex":
             return str(matcher.grammar_from_regex(_without_anchors(text)))
@@ -226,6 +234,19 @@ def _import_llguidance() -> Any:
 
 def _refused(spec: StructuredOutput, reason: str) -> UsageError:
     return UsageError(f"{spec.kind} cannot be compiled: {' '.join(reason.split())[:300]}")
+
+
+def _require_a_token(spec: StructuredOutput, matcher: Matcher, vocab_size: int) -> None:
+    """Refuse a form that no token begins: it never ends, or what it asks for does not exist."""
+    row = torch.zeros(-(-vocab_size // 32), dtype=torch.int32)
+    try:
+        matcher.fill(row)
+    except FormError as error:
+        if NO_TOKEN in str(error):
+            raise UsageError(f"{spec.kind} allows nothing: no text has this form") from error
+        raise _refused(spec, str(error)) from error
+    if not bool(row.any()):
+        raise UsageError(f"{spec.kind} allows nothing: no text has this form")
 
 
 def _literal(text: str) -> str:

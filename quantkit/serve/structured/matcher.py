@@ -8,6 +8,10 @@ from torch import Tensor
 from quantkit.errors import EngineError
 
 
+class FormError(EngineError):
+    """An answer that cannot go on in its form; it concerns this request alone, and the form is the reason."""
+
+
 class Matcher:
     """Follows one answer through its grammar. Belongs to one thread.
 
@@ -29,27 +33,34 @@ class Matcher:
             row: [ceil(V / 32)] int32 on the CPU, contiguous; every word is overwritten.
 
         Raises:
-            EngineError: the grammar cannot be followed further within the limits; it concerns this request alone.
+            FormError: no token may come next, or the grammar cannot be followed further within the limits.
         """
+        self._require_sound()
         self._state.unsafe_compute_mask_ptr(row.data_ptr(), row.numel() * row.element_size())
-        if self._state.is_error():
-            raise EngineError(f"the answer's form cannot be followed further: {_first_line(self._state.get_error())}")
+        self._require_sound()
 
     def accept(self, token_id: int) -> bool:
-        """Take the next token; False, and no change, if it is not legal. A token of the end leaves all as it is."""
+        """Take the next token; False, and no change, if it is not legal. A token of the end leaves all as it is.
+
+        A legal token at which the grammar breaks a limit is taken, and the next `fill` says which.
+        """
         if token_id in self._end_token_ids:
             return self.is_complete
-        return bool(self._state.try_consume_tokens([token_id]) == 1)
+        return bool(self._state.try_consume_tokens([token_id]) == 1) or bool(self._state.is_error())
 
     @property
     def is_finished(self) -> bool:
         """True if nothing but a token of the end may follow."""
-        return bool(self._state.is_stopped())
+        return bool(self._state.is_stopped()) and not self._state.is_error()
 
     @property
     def is_complete(self) -> bool:
         """True if the answer may end here."""
         return bool(self._state.is_accepting())
+
+    def _require_sound(self) -> None:
+        if self._state.is_error():
+            raise FormError(f"the answer's form cannot be followed further: {_first_line(self._state.get_error())}")
 
 
 def _first_line(text: str) -> str:

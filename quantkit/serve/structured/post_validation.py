@@ -5,6 +5,7 @@ import logging
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from typing import Any
@@ -32,12 +33,19 @@ class AnswerValidator:
         self._lines: Queue[str] = Queue()
         self._lock = threading.Lock()
 
-    def is_valid(self, grammar: CompiledGrammar, text: str) -> bool | None:
-        """True if the text has the form, False if not, None if that cannot be told in the time limit."""
+    def is_valid(self, grammar: CompiledGrammar, text: str, token_ids: Sequence[int] | None = None) -> bool | None:
+        """True if the answer has the form, False if not, None if that cannot be told in the time limit.
+
+        Args:
+            grammar: the form.
+            text: the whole answer.
+            token_ids: its tokens, if known, without one of the end: a grammar may name special tokens, which have no
+                text, and only the tokens show them.
+        """
         if grammar.spec.kind == "choice":
             return text in grammar.spec.value
         if grammar.spec.kind != "json_schema":
-            return grammar.matches(text)
+            return grammar.matches(text) if token_ids is None else grammar.accepts(token_ids)
         try:
             value = json.loads(text, parse_constant=_refuse_constant)
         except (ValueError, RecursionError):

@@ -98,7 +98,8 @@ def test_logprobs(server: Any) -> None:
     found = choice["logprobs"]
     assert "".join(found["tokens"])[: len(choice["text"])] == choice["text"]
     assert found["text_offset"][0] == 0
-    assert all(1 <= len(top) <= 3 for top in found["top_logprobs"]), "broken characters look alike"
+    assert all(len(top) == 3 for top in found["top_logprobs"]), "tokens that look alike have names of their own"
+    assert all(token in top for token, top in zip(found["tokens"], found["top_logprobs"], strict=True))
     for logprob, top in zip(found["token_logprobs"], found["top_logprobs"], strict=True):
         assert logprob == max(top.values())
     of_prompt = choice["prompt_logprobs"]
@@ -133,6 +134,7 @@ def test_structured_output(server: Any) -> None:
     assert server.metric("quantkit:structured_repaired_total") >= 2
     cut = server.post("/v1/completions", {"prompt": TEXT, "max_tokens": 3, "guided_json": schema}).json()["choices"][0]
     assert cut["finish_reason"] == "length"
+    assert cut["structured"]["schema_valid"] is False
     assert cut["structured"]["schema_valid"] is False
     assert server.metric("quantkit:structured_truncated_total") >= 1
 
@@ -211,6 +213,22 @@ MESSAGES = {"messages": [{"role": "user", "content": "Hi"}]}
         (COMPLETIONS, [], "the body is no JSON object", None),
         (COMPLETIONS, {"prompt": "a", "stream_options": {}}, "stream_options needs stream=true", None),
         (COMPLETIONS, {"prompt": "a", "guided_regex": "a", "ignore_eos": True}, "ignore_eos=true and a form", None),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": "a+", "min_tokens": 2}, "min_tokens=2 and a form", None),
+        (COMPLETIONS, {"prompt": "a", "guided_json": {"$ref": "#"}}, "json_schema allows nothing", None),
+        (COMPLETIONS, {"prompt": "a", "guided_regex": r"[^\s\S]"}, "regex allows nothing", None),
+        (COMPLETIONS, {"prompt": "a", "guided_grammar": "start: start"}, "grammar allows nothing", None),
+        (COMPLETIONS, {"prompt": "a", "temperature": 1e308}, "temperature=1e+308 is not a number of 0 or more", None),
+        (COMPLETIONS, {"prompt": "a", "repetition_penalty": 1e308}, "repetition_penalty=1e+308", None),
+        (COMPLETIONS, {"prompt": "a", "stop": ["\ud800"]}, "stop is not UTF-8 text", None),
+        (COMPLETIONS, {"prompt": "a", "cache_salt": "\ud800"}, "cache_salt is not UTF-8 text", None),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"\ud800": 1}}, "logit_bias holds '\\ud800', which is no", None),
+        (COMPLETIONS, {"prompt": "a", "\ud800": 1}, "the body: the name of a field is not UTF-8 text", None),
+        (COMPLETIONS, {"prompt": "a", "stop": 5}, "stop: Input should be a valid string; or: Input should be", "stop"),
+        (COMPLETIONS, {"prompt": "a", "stop": ["a", 5]}, "stop", None),
+        (COMPLETIONS, {"prompt": 5}, "prompt: Input should be a valid string; or: ", "prompt"),
+        (CHAT, {**MESSAGES, "tool_choice": {"type": "function", "function": {}}}, "tool_choice", None),
+        (COMPLETIONS, {"prompt": "a" * 300_000}, "the prompt of 300000 characters has at least ", None),
+        (CHAT, {"messages": [{"role": "user", "content": "b" * 300_000}]}, "the prompt of 3000", None),
         (COMPLETIONS, {"prompt": "a", "guided_regex": "(a"}, "regex cannot be compiled", None),
         (
             COMPLETIONS,
@@ -315,3 +333,38 @@ def test_the_key(make_server: Any) -> None:
             assert response.status_code == 401
             assert response.json()["error"]["type"] == "authentication_error"
     assert httpx.get(locked.url + "/health").status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_form_that_cannot_be_followed_to_an_end_is_the_requests_error(server: Any, stream: bool) -> None:
+    """It may begin, and then it leads nowhere: the request learns that its form is the reason."""
+    body = {"prompt": "x", "max_tokens": 50, "guided_grammar": 'start: "a" start', "stream": stream}
+    response = server.post(COMPLETIONS, body)
+    assert response.status_code == (200 if stream else 400)
+    error = events(response)[-1]["error"] if stream else response.json()["error"]
+    assert error["code"] == "answer_form"
+    assert error["type"] == "invalid_request_error"
+    assert "the answer's form cannot be followed further" in error["message"]
+
+
+def test_a_number_that_is_cut_off_is_not_valid(server: Any) -> None:
+    """Its digits are a number as far as they go, and the answer is none all the same."""
+    body = {"prompt": "x", "max_tokens": 3, "guided_regex": "[0-9]+", "logit_bias": {"2": -100, "4": -100}, "seed": 1}
+    invalid = server.metric("quantkit:structured_schema_valid_total", valid="false")
+    choice = server.post(COMPLETIONS, body).json()["choices"][0]
+    assert choice["finish_reason"] == "length"
+    assert choice["structured"]["schema_valid"] is False
+    assert server.metric("quantkit:structured_schema_valid_total", valid="false") == invalid + 1
+
+
+def test_a_grammar_that_names_a_special_token_is_judged_by_tokens(server: Any) -> None:
+    body = {"prompt": "x", "max_tokens": 9, "guided_grammar": 'start: <|im_start|> "yes"'}
+    choice = server.post(COMPLETIONS, body).json()["choices"][0]
+    assert choice["text"] == "yes"
+    assert choice["structured"]["schema_valid"] is True
+
+
+def test_thousands_of_choices(server: Any) -> None:
+    texts = [f"choice {number}" for number in range(2500)]
+    choice = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 30, "guided_choice": texts}).json()["choices"][0]
+    assert choice["text"] in texts

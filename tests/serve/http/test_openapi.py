@@ -52,3 +52,12 @@ def test_the_description_names_what_is_served(small_server: Any) -> None:
         "/detokenize",
     }
     small_server.wait_until_idle()
+
+
+def test_a_wrong_request_is_described_as_it_is_answered(small_server: Any) -> None:
+    described = small_server.http.get("/openapi.json").json()
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        responses = described["paths"][path]["post"]["responses"]
+        assert "422" not in responses
+        assert responses["400"]["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/Error"}
+    assert "HTTPValidationError" not in str(described)
