@@ -11,6 +11,7 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs triton, which is for Linux")
 
 from quantkit_kernels import dispatch, prepack_w8a8, prepack_w8a16, reference
+from quantkit_kernels.crossover_table import crossover
 from quantkit_kernels.triton_w8a8 import TritonW8A8, multiply_codes, w8a8_gemm
 from quantkit_kernels.triton_w8a16 import TritonW8A16, w8a16_gemm
 
@@ -134,7 +135,7 @@ def test_codes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: s
 
 def test_a_gpu_gets_the_triton_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "triton_blocker", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(dispatch, "_crossover_of", lambda device: crossover("NVIDIA H200"))
     codes, scale, _ = make_weight(48, 64, -1)
     weight, reason = prepack_w8a16(codes, scale, -1, torch.bfloat16)
     assert isinstance(weight, TritonW8A16)

@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs triton, which is for Linux")
 
 from quantkit_kernels import crossover_table, dispatch, gpu_crossover, prepack_w4a16, reference
 from quantkit_kernels.choices import choices_text
+from quantkit_kernels.crossover_table import crossover
 from quantkit_kernels.tiling import choose_splits
 from quantkit_kernels.triton_split_k import add_splits
 from quantkit_kernels.triton_w4a16 import TritonW4A16, w4a16_gemm
@@ -145,7 +146,7 @@ def test_what_the_kernels_cannot_take_is_refused() -> None:
 
 def test_a_gpu_gets_the_triton_bodies_and_the_reason_names_the_crossover(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "triton_blocker", lambda device: None)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    monkeypatch.setattr(dispatch, "_crossover_of", lambda device: crossover("NVIDIA H200"))
     words, scale, _ = make_weight(16, 64, 32)
     weight, reason = prepack_w4a16(words, scale, 32, torch.bfloat16)
     assert isinstance(weight, TritonW4A16)
