@@ -76,7 +76,10 @@ def test_many_heads_take_several_programs(triton_rotary: Rotary, assert_near: As
 
 
 def test_no_token_is_legal(triton_rotary: Rotary) -> None:
-    triton_rotary(*make_case(0, 2, 1, 16, 8, torch.float32))
+    query, key, *turns = make_case(0, 2, 1, 16, 8, torch.float32)
+    triton_rotary(query, key, *turns)
+    assert query.shape == (0, 2, 16)
+    assert key.shape == (0, 1, 16)
 
 
 @pytest.mark.parametrize("body", ["reference", "triton"])
