@@ -179,9 +179,7 @@ def test_sharded_folder_reads_as_safetensors_does(sharded_folder):
 
 def test_opening_reads_headers_only(model_folder):
     """A shard of 3 GB that is one hole: nobody reads it to the end."""
-    header = json.dumps(
-        {"big": {"dtype": "I8", "shape": [3_000_000_000], "data_offsets": [0, 3_000_000_000]}}
-    ).encode()
+    header = json.dumps({"big": {"dtype": "I8", "shape": [3_000_000_000], "data_offsets": [0, 3_000_000_000]}}).encode()
     with (model_folder / "model.safetensors").open("wb") as file:
         file.write(struct.pack("<Q", len(header)) + header)
         file.truncate(8 + len(header) + 3_000_000_000)
