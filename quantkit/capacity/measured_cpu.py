@@ -14,16 +14,19 @@ import torch
 
 from quantkit.capacity.devices import Device, MeasuredProducts
 from quantkit.capacity.model_facts import ModelFacts
+from quantkit.primitives import QuantizedWeight
+from quantkit.scheme import PRESETS
 from quantkit.serve.batch import build_batch
 from quantkit.serve.kv_cache import KVCache
 from quantkit.serve.memory import available_bytes
 from quantkit.serve.models.loader import LoadedModel, load_model
+from quantkit.serve.models.prepack import prepack
 from quantkit.serve.request import Request, SamplingParams
 from quantkit.serve.runner import ModelRunner
 from quantkit.serve.sampler import Draw, sample
 from quantkit.serve.scheduler import Scheduled
 from quantkit.source import open_source
-from quantkit_kernels import PreparedWeight, prepack_linear, prepack_w4a16
+from quantkit_kernels import PreparedWeight, prepack_linear
 from quantkit_kernels.cpu_capability import describe_cpu
 from quantkit_kernels.dispatch import activation_dtype
 
@@ -92,16 +95,17 @@ def _usual_shape(facts: ModelFacts | None) -> tuple[int, int]:
 
 
 def _measure_products(shape: tuple[int, int], bytes_per_s: float, timer: _Timer) -> dict[str, MeasuredProducts]:
-    """Seconds a parameter by number of rows, of 16-bit matrices and of 4-bit ones."""
+    """Seconds a parameter by number of rows, of 16-bit matrices and of 4-bit ones, prepared as the engine does it."""
     out_features, in_features = shape
     parameters = out_features * in_features
     copies = max(2, COPIED_BYTES // (2 * parameters))
     activations = activation_dtype(torch.device("cpu"), DTYPE)
-    words = torch.zeros(out_features, in_features // 8, dtype=torch.int32)
+    codes = torch.zeros(shape, dtype=torch.int8)
     scale = torch.ones(out_features, in_features // GROUP_SIZE, dtype=DTYPE)
+    four_bits = QuantizedWeight(codes, scale, PRESETS["W4A16"].with_group_size(GROUP_SIZE))
     kinds: dict[str, list[PreparedWeight]] = {
         "16-bit": [prepack_linear(torch.full(shape, 0.5, dtype=DTYPE))[0] for _ in range(copies)],
-        "weight-only": [prepack_w4a16(words.clone(), scale.clone(), GROUP_SIZE, activations)[0] for _ in range(copies)],
+        "weight-only": [prepack(four_bits, DTYPE, None)[1] for _ in range(copies)],
     }
     points: dict[str, list[tuple[int, float]]] = {kind: [] for kind in kinds}
     for rows in ROWS:
