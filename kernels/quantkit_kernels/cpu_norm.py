@@ -1,6 +1,6 @@
 """CPU body of rms_norm: as few calls of torch as it takes, since for few tokens the calls are what takes the time."""
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -12,8 +12,6 @@ def rms_norm(
     Precision: float32, rounded once; the sum of squares in another order.
     """
     total = x if residual is None else x + residual
-    wide = total.float()
-    norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    out = wide * norm.square_().div_(wide.shape[-1]).add_(eps).rsqrt_()
-    out = out.mul_(weight + offset if offset else weight).to(x.dtype)
+    scale = (weight + offset if offset else weight).float()
+    out = F.rms_norm(total.float(), scale.shape, scale, eps).to(x.dtype)
     return out if residual is None else (out, total)

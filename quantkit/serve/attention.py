@@ -183,7 +183,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, layer: Layer, metadata: At
     if isinstance(metadata, PagedStep):
         return metadata.attend(query, key, value, layer)
     if metadata.cache is not None:
-        metadata.cache.store(layer.number, key, value, metadata.slot_mapping)
+        metadata.cache.store_unpadded(layer.number, key, value, metadata.slot_mapping)
     query, key, value = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
     outputs = [_attend(query, key, value, span, metadata.cache, layer) for span in metadata.spans]
     return outputs[0][0] if len(outputs) == 1 else torch.cat(outputs, dim=1)[0]
@@ -199,13 +199,15 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, cache: KVCach
         return _attend_chunk(query, key, value, None if is_plain else span.whole_mask(layer.window), layer)
     assert cache is not None, "without a cache every request is whole"
     where = span.key_range(layer.window)
+    # A decode reads its keys once: it is done in their type. A chunk reads them often: they are brought to its own.
+    dtype = cache.dtype if span.num_queries == 1 else query.dtype
     if where.block_ids is None:
         keys, values = cache.view(layer.number, where.first_slot, where.num_keys)
     else:
-        keys, values = cache.gather(layer.number, where.block_ids, where.num_seqs, query.dtype)
-    keys, values = keys.to(query.dtype), values.to(query.dtype)
+        keys, values = cache.gather(layer.number, where.block_ids, where.num_seqs, dtype)
+    keys, values = keys.to(dtype), values.to(dtype)
     if span.num_queries == 1:
-        return _attend_decodes(query, keys, values, where.mask, layer)
+        return _attend_decodes(query.to(dtype), keys, values, where.mask, layer).to(query.dtype)
     return _attend_chunk(query, keys, values, where.mask, layer)
 
 

@@ -143,7 +143,7 @@ class AttentionMetadata:
     Args:
         batch: the step.
         cache: None if nothing is cached and every request is whole.
-        dtype: of the model.
+        dtype: of the queries.
 
     Attributes:
         slot_mapping: see `Batch`.
@@ -156,13 +156,15 @@ class AttentionMetadata:
         self.cache = cache
         self.spans: list[Span] = []
         block_size = 1 if cache is None else cache.kv_block_size
-        slot_bytes = 0 if cache is None else max(rows.shape[1] for rows in cache.rows) * dtype.itemsize
+        slot_bytes = 0 if cache is None else max(rows.shape[1] for rows in cache.rows) * cache.dtype.itemsize
         edges = bucket_edges(batch.context_lens[: batch.num_decodes], block_size, slot_bytes)
         edges += range(batch.num_decodes + 1, len(batch.context_lens) + 1)
         for first, last in zip([0, *edges], edges, strict=False):
             start, stop = batch.cu_seqlens[first], batch.cu_seqlens[last]
             tables, lens = batch.block_tables[first:last], batch.context_lens[first:last]
-            self.spans.append(Span(start, stop, tables, lens, block_size, dtype, batch.has_fixed_shapes))
+            # One query each: attention is in the type of the keys, see `quantkit.serve.attention`.
+            mask_dtype = cache.dtype if cache is not None and stop - start == last - first else dtype
+            self.spans.append(Span(start, stop, tables, lens, block_size, mask_dtype, batch.has_fixed_shapes))
 
 
 def bucket_edges(context_lens: tuple[int, ...], block_size: int, slot_bytes: int) -> list[int]:
