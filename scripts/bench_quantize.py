@@ -24,10 +24,8 @@ from typing import Any
 from bench_quantize_parts.judge import judge
 from bench_quantize_parts.peers import PEERS
 from bench_quantize_parts.recipes import OURS, RUN, recipe
+from marked_page import machine_line, write_between_marks
 from quantkit_eval.machine import describe_machine
-
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "BENCHMARKS.md"
-MARKS = ("<!-- written by scripts/bench_quantize.py -->", "<!-- end of bench_quantize -->")
 
 
 def run(command: list[str]) -> dict[str, float]:
@@ -67,9 +65,7 @@ def main() -> None:
     text = _table(runs, quality, options)
     print(text)
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        head, _, rest = page.partition(MARKS[0])
-        PAGE.write_text(f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+        write_between_marks("BENCHMARKS.md", "bench_quantize.py", text)
     print(json.dumps({"runs": runs, "quality": quality, "machine": describe_machine()}))
 
 
@@ -111,11 +107,9 @@ def _command(name: str, peers: dict[str, str], options: argparse.Namespace, out:
 
 
 def _table(runs: dict[str, list[dict[str, float]]], quality: dict[str, Any], options: argparse.Namespace) -> str:
-    machine = describe_machine()
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version)
     lines = [
-        f"{options.model.name}; {machine['cpu']}, {machine['cpu_count']} cores; {versions}. Peers run in environments "
-        f"of their own. Calibration: {options.windows} x {options.window_tokens} tokens; 4-bit weights in groups of "
+        f"{options.model.name}; {machine_line(describe_machine())} Peers run in environments of their own. "
+        f"Calibration: {options.windows} x {options.window_tokens} tokens; 4-bit weights in groups of "
         f"{options.group_size}.",
         "",
         "| quantizer | seconds | of quantkit gptq's time | peak GiB | KL, nats a token | top-1 kept | JSON exact |",

@@ -22,6 +22,7 @@ import tempfile
 from importlib import metadata
 from pathlib import Path
 
+from marked_page import machine_line, write_between_marks
 from quantkit_eval.machine import describe_machine
 
 RECIPE = """\
@@ -187,6 +188,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--passes", type=int, default=2, help="of each measurement in a run; the fastest counts")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--write", action="store_true", help="put the table into docs/BENCHMARKS.md")
     options = parser.parse_args()
     options.peers = dict(entry.split("=", 1) for entry in options.peer)
     if unknown := set(options.peers) - set(PEERS):
@@ -202,17 +204,43 @@ def main() -> None:
                 print(f"{label}: {results[label][-1]['figures']}", file=sys.stderr)
     medians = {label: _medians([result["figures"] for result in found]) for label, found in results.items()}
     _print_table(medians, options.variants)
-    for label, found in results.items():
-        shares = [
-            report["outside_products_of_32"] for one in found if isinstance(report := one["report"], dict) and report
-        ]
-        if shares:
-            print(
-                f"{label}: share of a decode step of 32 outside products and attention {statistics.median(shares):.0%}"
-            )
+    outside = {label: _outside(found) for label, found in results.items()}
+    for label, share in outside.items():
+        if share is not None:
+            print(f"{label}: share of a decode step of 32 outside products and attention {share:.0%}")
+    if options.write:
+        write_between_marks("BENCHMARKS.md", "bench_serve.py", _markdown(medians, outside, options))
     versions = {name: metadata.version(name) for name in ("torch", "transformers", "quantkit")}
     document = {"medians": medians, "runs": results, "versions": versions}
     print(json.dumps(document | {"machine": describe_machine(), "threads": options.threads}))
+
+
+def _outside(found: list[dict[str, object]]) -> float | None:
+    """Median share of a decoding step outside products and attention; None for a peer."""
+    reports = [one["report"] for one in found]
+    shares = [report["outside_products_of_32"] for report in reports if isinstance(report, dict) and report]
+    return statistics.median(shares) if shares else None
+
+
+def _markdown(
+    medians: dict[str, dict[str, float]], outside: dict[str, float | None], options: argparse.Namespace
+) -> str:
+    """A row a run, each rate beside the ratio of our first variant's to it."""
+    first = medians[f"quantkit {options.variants[0]}"]
+    names = [name for name in first if name != "load_seconds"]
+    lines = [
+        f"{options.model.name}; {machine_line(describe_machine())} {options.threads} threads, {options.repeats} runs "
+        f"of each. In brackets: quantkit {options.variants[0]} as a multiple of it.",
+        "",
+        f"| engine | {' | '.join(name.replace('_', ' ') for name in names)} | first token after | outside |",
+        "|---" * (len(names) + 3) + "|",
+    ]
+    for label, row in medians.items():
+        cells = [f"{row[name]:.1f} ({first[name] / row[name]:.2f})" if name in row else "" for name in names]
+        share = outside[label]
+        cells += [f"{row['load_seconds']:.1f} s", "" if share is None else f"{share:.0%}"]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
 
 
 def _medians(figures: list[object]) -> dict[str, float]:

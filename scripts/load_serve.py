@@ -7,8 +7,6 @@ to stdout.
 
 import asyncio
 import json
-import os
-import platform
 import random
 import sys
 import time
@@ -17,6 +15,9 @@ from typing import Any
 
 import click
 import httpx
+
+from marked_page import machine_line, write_between_marks
+from quantkit_eval.machine import describe_machine
 
 WORDS = "the quick model reads a prompt and predicts next tokens until its answer is complete".split()  # noqa: SIM905
 
@@ -101,7 +102,7 @@ async def _load(url: str, key: str | None, clients: int, seconds: float, max_tok
         health = (await client.get("/health")).status_code
     return {
         "schema_version": 1,
-        "machine": {"cpus": os.cpu_count(), "processor": platform.processor() or platform.machine()},
+        "machine": describe_machine(),
         "clients": clients,
         "seconds": round(wall_s, 1),
         "requests": len(found.e2e_s),
@@ -114,13 +115,27 @@ async def _load(url: str, key: str | None, clients: int, seconds: float, max_tok
     }
 
 
+def _markdown(record: dict[str, Any]) -> str:
+    names = {"ttft": "time to first token", "itl": "between tokens", "e2e": "whole request"}
+    return "\n".join([
+        f"{machine_line(record['machine'])} {record['clients']} clients for {record['seconds']} s: "
+        f"{record['requests']} requests, {record['tokens_per_s']} tokens a second, "
+        f"{sum(record['errors'].values())} errors.",
+        "",
+        "| | p50 ms | p99 ms | max ms |",
+        "|---|---|---|---|",
+        *(f"| {title} | " + " | ".join(map(str, record[name].values())) + " |" for name, title in names.items()),
+    ])  # fmt: skip
+
+
 @click.command()
 @click.argument("url", default="http://127.0.0.1:8000")
 @click.option("--clients", type=click.IntRange(min=1), default=64, show_default=True)
 @click.option("--seconds", type=click.FloatRange(min=0.1), default=120.0, show_default=True)
 @click.option("--max-tokens", type=click.IntRange(min=1), default=64, show_default=True, help="Longest answer.")
 @click.option("--api-key", envvar="QUANTKIT_API_KEY")
-def main(url: str, clients: int, seconds: float, max_tokens: int, api_key: str | None) -> None:
+@click.option("--write", is_flag=True, help="Put the table into docs/BENCHMARKS.md.")
+def main(url: str, clients: int, seconds: float, max_tokens: int, api_key: str | None, *, write: bool) -> None:
     """Load the server at URL; exit code 1 if any request failed."""
     record = asyncio.run(_load(url, api_key, clients, seconds, max_tokens))
     click.echo(f"{'':6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}", err=True)
@@ -128,6 +143,8 @@ def main(url: str, clients: int, seconds: float, max_tokens: int, api_key: str |
         cells = "".join(f"{'-' if value is None else value:>10}" for value in record[name].values())
         click.echo(f"{name:6}{cells}", err=True)
     click.echo(f"{record['requests']} requests, {record['tokens_per_s']} tokens/s, errors {record['errors']}", err=True)
+    if write:
+        write_between_marks("BENCHMARKS.md", "load_serve.py", _markdown(record))
     click.echo(json.dumps(record, indent=2))
     sys.exit(1 if record["errors"] or record["health_after"] != 200 else 0)
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from marked_page import write_between_marks
 from quantkit.capacity.devices import Device, MeasuredProducts
 from quantkit.capacity.kv_footprint import KV_DTYPES, QUANTKIT
 from quantkit.capacity.measured_cpu import measure_cpu
@@ -38,8 +39,6 @@ from quantkit_eval.throughput import measure_throughput
 FACTOR = 1.5
 BATCHES = (1, 4, 16)
 PROMPT_TOKENS = 40  # of the bench's short prompts with a chat template, about
-MARKS = ("<!-- measured by scripts/plan_check.py -->", "<!-- end -->")
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "PLAN.md"
 RECIPE = """\
 version: 1
 quantization:
@@ -88,9 +87,7 @@ def main() -> int:
     print(text)
     print(json.dumps({"rows": rows, "device": device.to_dict()}))
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        head, _, rest = page.partition(MARKS[0])
-        PAGE.write_text(f"{head}{MARKS[0]}\n{text}\n{MARKS[1]}{rest.partition(MARKS[1])[2]}", encoding="utf-8")
+        write_between_marks("PLAN.md", "plan_check.py", text)
     return int(any(max(ratio, 1 / ratio) > FACTOR for *_, ratio in rows))
 
 

@@ -17,9 +17,11 @@ import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from marked_page import machine_line, write_between_marks
 from quantkit.serve import Engine, EngineConfig, SamplingParams
 from quantkit.serve.cache_size import cache_block_bytes
 from quantkit.serve.outputs import RequestOutput
+from quantkit_eval.machine import describe_machine
 
 MAX_MODEL_LEN, KV_BLOCK_SIZE, MAX_NUM_SEQS = 256, 16, 8
 TIGHT_BLOCKS = 24  # of them 23 for requests of up to 16
@@ -168,8 +170,14 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--write", action="store_true", help="put the findings into docs/BENCHMARKS.md")
     arguments = parser.parse_args()
     found = soak(arguments.model, arguments.requests, arguments.seed, deterministic=arguments.deterministic)
+    if arguments.write:
+        kind = "deterministic, " if arguments.deterministic else ""
+        head = f"{arguments.model.name}; {machine_line(describe_machine())} {kind}seed {arguments.seed}."
+        rows = [f"| {name.replace('_', ' ')} | {value} |" for name, value in asdict(found).items()]
+        write_between_marks("BENCHMARKS.md", "soak_serve.py", "\n".join([head, "", "| found | |", "|---|---|", *rows]))
     print(json.dumps({**asdict(found), "is_clean": found.is_clean}))
     return 0 if found.is_clean else 1
 
