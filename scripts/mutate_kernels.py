@@ -58,8 +58,15 @@ MUTATIONS = (
     Mutation("triton_w8a8.py", "row_scale_ptr + m * stride_row_scale", "row_scale_ptr + m * 0",
              f"{W8A8}[False-True-48-64-3-dtype0]"),
     # A step too large by one part in 127.
-    Mutation("triton_quantize.py", "tl.div_rn(largest, 127.0)", "tl.div_rn(largest, 126.0)",
+    Mutation("eight_bits.py", "tl.zeros_like(largest) + 127.0", "tl.zeros_like(largest) + 126.0",
              "tests/kernels/test_quantize.py::test_rows_become_the_codes_of_the_reference[False-16-70-dtype0]"),
+    # A NaN is passed over, as a maximum of floats does.
+    Mutation("eight_bits.py", "wide.to(tl.int32, bitcast=True) & 0x7FFFFFFF, axis=AXIS).to(tl.float32, bitcast=True)",
+             "tl.abs(wide), axis=AXIS)",
+             "tests/kernels/test_not_finite.py::test_a_row_with_a_nan_has_no_scale[quantize_per_token-dtype0]"),
+    # A code behind the last one is the first one.
+    Mutation("eight_bits.py", "tl.minimum(tl.maximum(tl.div_rn(wide, scale), -128.0), 127.0)", "tl.div_rn(wide, scale)",
+             "tests/kernels/test_not_finite.py::test_codes_of_the_smallest_numbers_do_not_wrap_round[triton]"),
     # Padding counts as a token.
     Mutation("triton_calibration.py", "counts = counts & (tl.load(mask_ptr", "counts = counts | (tl.load(mask_ptr",
              "tests/kernels/test_calibration.py::test_the_second_moment[True-37-150-dtype0-triton]"),
@@ -88,6 +95,9 @@ MUTATIONS = (
     # Parts count alike, whatever the mass of their keys.
     Mutation("triton_merge_splits.py", "tl.exp2(part - largest)", "tl.exp2(0.0 * (part - largest))",
              f"{PARTS}[prefill behind a context-window, 3 parts]"),
+    # A part that is NaN counts as one without keys.
+    Mutation("triton_merge_splits.py", 'lse != float("-inf")', 'lse > float("-inf")',
+             "tests/kernels/test_not_finite.py::test_a_query_that_is_nan_is_not_one_that_sees_nothing"),
     # The last of the equal tokens that are kept is lost.
     Mutation("triton_sampling.py", "(rank <= few)", "(rank < few)",
              "tests/kernels/test_sampling.py::test_equal_tokens_are_kept_in_their_order[{'top_k': 36}]"),

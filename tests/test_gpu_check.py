@@ -14,6 +14,7 @@ pytest.importorskip("triton", reason="needs triton, which is for Linux")
 
 from gpu_check_parts import check_ops, document
 from gpu_check_parts.case import Case, Work, error_of
+from gpu_check_parts.isolation import UNFINISHED, Records, run_to_its_end
 from gpu_check_parts.timing import Budget
 from quantkit_kernels.launches import Launch
 
@@ -57,6 +58,58 @@ def test_what_is_wrong_fails_or_has_no_time_is_said() -> None:
     assert [word in line for word, line in zip(("1.00 x torch", "WRONG", "FAILED"), said, strict=True)] == [True] * 3
     (late,) = check_ops.check_ops(cases[:1], cpu, lambda function: 2.0, Budget(-1), said.append)
     assert "skipped" in late
+
+
+def test_a_context_that_is_broken_ends_the_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The case behind the broken one is not tried in this process."""
+
+    def dead(device: object) -> None:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", dead)
+    good = torch.ones(3)
+    cases = [Case("rms_norm", name, lambda device: Work(lambda: good, lambda: good, launch())) for name in "ab"]
+    records = Records(tmp_path / "records.json")
+    with pytest.raises(check_ops.BrokenContextError, match="after rms_norm: a: RuntimeError: an illegal memory"):
+        check_ops.check_ops(cases, torch.device("cuda"), lambda function: 2.0, Budget(60), lambda line: None, records)
+    assert [record["case"] for record in json.loads((tmp_path / "records.json").read_text())] == ["a"]
+
+
+PART = """
+import argparse, json, os, pathlib, sys, time
+parser = argparse.ArgumentParser()
+for name, kind in (("--records", str), ("--from", int), ("--seconds", float)):
+    parser.add_argument(name, type=kind, dest=name.strip("-") + "_")
+own, records = parser.parse_args(), []
+for number in range(own.from_, 5):
+    records.append({"case": number, "failed": "the process ended here"})
+    pathlib.Path(own.records_).write_text(json.dumps(records))
+    if number == 1:
+        os.abort()
+    if number == 3:
+        sys.exit("no memory")
+    records[-1] = {"case": number}
+    pathlib.Path(own.records_).write_text(json.dumps(records))
+"""
+
+
+def test_a_case_that_takes_the_process_with_it_stops_no_other() -> None:
+    said: list[str] = []
+    found = run_to_its_end("rows", [sys.executable, "-c", PART], 60, said.append)
+    assert [record["case"] for record in found] == [0, 1, 2, 3, 4]
+    assert [record.get("failed", "").split(":")[0] for record in found] == ["", "exit code -6", "", "exit code 1", ""]
+    assert found[3]["failed"] == "exit code 1: no memory"
+    assert UNFINISHED in PART
+    assert len(said) == 2
+
+
+def test_a_part_that_does_not_begin_or_does_not_end_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    (found,) = run_to_its_end("rows", [sys.executable, "-c", "raise SystemExit('no triton')"], 60, lambda line: None)
+    assert found["failed"] == "exit code 1: no triton"
+    assert document.is_wrong(found)
+    monkeypatch.setattr("gpu_check_parts.isolation.GRACE_SECONDS", 0.5)
+    (found,) = run_to_its_end("rows", [sys.executable, "-c", "import time; time.sleep(60)"], 0, lambda line: None)
+    assert found["failed"] == "no end after 0 s"
 
 
 def report() -> dict[str, Any]:
@@ -108,4 +161,6 @@ def test_the_dry_run_ends(tmp_path: Path) -> None:
     assert {"w4a16_gemm", "paged_attention", "sample_tokens", "gptq_columns"} <= {op["op"] for op in found["ops"]}
     assert all(0 <= op["error"] <= op["allowed"] for op in found["ops"])
     assert [record["batch"] for record in found["engine"]] == [1, 2] * 3
-    assert all("failed" not in record for record in found["engine"])
+    assert not any(document.is_wrong(record) or "skipped" in record for record in found["ops"] + found["engine"])
+    assert "0 of " in done.stdout
+    assert "| W8A8 | 2 |" in done.stdout

@@ -4,7 +4,7 @@
 tensor lies on a GPU.
 """
 
-from typing import Protocol, overload
+from typing import Protocol, overload, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from quantkit_kernels.dispatch import (
 from quantkit_kernels.reference import check_int8, check_w4a16, pack_int4
 
 __all__ = [
+    "CodedWeight",
     "PreparedWeight",
     "apply_token_bitmask",
     "gelu_mul",
@@ -59,6 +60,21 @@ class PreparedWeight(Protocol):
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., N] product of the activations, [..., K], with the weight."""
+        ...
+
+
+@runtime_checkable
+class CodedWeight(PreparedWeight, Protocol):
+    """A prepared weight for 8-bit inputs that also takes rows which are codes already.
+
+    Attributes:
+        input_scale: [1] of static inputs; None where each row has its own scale.
+    """
+
+    input_scale: Tensor | None
+
+    def multiply(self, x_codes: Tensor, x_scale: Tensor) -> Tensor:
+        """[M, N] product of rows as `quantize_per_token` gives them."""
         ...
 
 

@@ -9,7 +9,7 @@ wall time, so that other processes on the machine disturb it less.
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 
 import torch
@@ -66,8 +66,12 @@ def measure(out_features: int, in_features: int) -> list[dict[str, object]]:
     return records
 
 
-def main() -> None:
-    """Print the machine and the table; with a GPU print its entry and keep it."""
+def records() -> Iterator[dict[str, object]]:
+    """The machine, then what is measured for each shape; with a GPU its entry of the table, which is kept.
+
+    Raises:
+        OSError: the table cannot be written.
+    """
     if torch.cuda.is_available():
         from quantkit_kernels.crossover_table import TABLE, write_crossover
         from quantkit_kernels.gpu_crossover import measure_crossover
@@ -75,13 +79,18 @@ def main() -> None:
         name = torch.cuda.get_device_name(0)
         entry = measure_crossover(torch.device("cuda", 0))
         write_crossover(name, entry)
-        print(json.dumps({"device": name, "written_to": str(TABLE), **asdict(entry)}))
+        yield {"device": name, "written_to": str(TABLE), **asdict(entry)}
         return
     torch.set_num_threads(1)
-    print(json.dumps({"cpu": describe_cpu(), "torch": torch.__version__}))
+    yield {"cpu": describe_cpu(), "torch": torch.__version__}
     for out_features, in_features in SHAPES:
-        for record in measure(out_features, in_features):
-            print(json.dumps(record))
+        yield from measure(out_features, in_features)
+
+
+def main() -> None:
+    """Print all of it, a JSON object a line."""
+    for record in records():
+        print(json.dumps(record), flush=True)
 
 
 if __name__ == "__main__":

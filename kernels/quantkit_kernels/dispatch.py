@@ -21,7 +21,7 @@ from quantkit_kernels.cpu_int8 import CpuW8A8, CpuW8A16, cpu_int8_blocker
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_w4a16 import CpuW4A16, cpu_w4a16_blocker
 from quantkit_kernels.crossover_table import DEFAULT, Crossover, crossover
-from quantkit_kernels.w4a16_layout import w4a16_blocker, w8a16_blocker
+from quantkit_kernels.weight_limits import w4a16_blocker, w8a8_blocker, w8a16_blocker
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +239,9 @@ def choose_w8a16_gemm(codes: Tensor, dtype: torch.dtype, group_size: int = refer
 
 def choose_w8a8_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
     """The body of w8a8_gemm for one weight; ``function(codes, scale, input_scale, bias)`` prepares it."""
+    blocker = _blocker(codes.device, w8a8_blocker(codes.shape[1]), cpu_int8_blocker(codes, dtype))
+    if blocker is not None:
+        return Choice("w8a8_gemm", "reference", blocker, partial(ReferenceWeight, reference.w8a8_gemm))
     if triton_blocker(codes.device) is None:
         from quantkit_kernels.triton_w8a8 import TritonW8A8
 
@@ -246,9 +249,6 @@ def choose_w8a8_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
             return TritonW8A8(codes, scale, dtype, input_scale, bias)
 
         return Choice("w8a8_gemm", TritonW8A8.body, f"tensors are on {codes.device}", prepack_triton)
-    blocker = _blocker(codes.device, None, cpu_int8_blocker(codes, dtype))
-    if blocker is not None:
-        return Choice("w8a8_gemm", "reference", blocker, partial(ReferenceWeight, reference.w8a8_gemm))
 
     def prepack(codes: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None) -> CpuW8A8:
         return CpuW8A8(codes, scale, dtype, input_scale, bias)

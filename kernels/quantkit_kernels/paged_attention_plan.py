@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from quantkit_kernels.tiling import generation
+
 SPLIT_KEYS = 512  # keys of one part
 MAX_FOLDED_ROWS = 64  # sequences of at most so many query rows are one tile, and are cut along their keys
 
@@ -29,9 +31,9 @@ def is_folded(max_query_len: int, group: int) -> bool:
     return max_query_len * group <= MAX_FOLDED_ROWS
 
 
-def is_ampere(device: torch.device) -> bool:
-    """Whether tiles must fit the registers of a GPU that multiplies from registers (before capability 9.0)."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (9, 0)
+def has_small_tiles(device: torch.device) -> bool:
+    """Whether a GPU gets the tiles of `tiling.generation` 80."""
+    return device.type == "cuda" and generation(device) < 90
 
 
 def configuration(

@@ -1,6 +1,7 @@
 """How a product is cut into programs; no GPU is asked, so that the same shapes give the same sums everywhere."""
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -41,6 +42,18 @@ class Tiling:
         if self.splits == 1:
             return out, out
         return out, torch.empty(self.splits, *out.shape, dtype=part_dtype, device=rows.device)
+
+
+@cache
+def generation(device: torch.device) -> int:
+    """80 or 90: whose tiles a GPU gets; those of an H200 for a CPU in Triton's interpreter.
+
+    80 is for what multiplies from registers and has about 100 KiB of shared memory: before capability 9.0, and again
+    from 12.0 on, the GPUs of workstations. Between them sums lie elsewhere, and there are 227 KiB.
+    """
+    if device.type != "cuda":
+        return 90
+    return 90 if (9, 0) <= torch.cuda.get_device_capability(device) < (12, 0) else 80
 
 
 def choose_splits(tiles: int, steps: int) -> int:

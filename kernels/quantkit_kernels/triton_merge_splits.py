@@ -25,13 +25,14 @@ def _merge_splits_kernel(  # type: ignore[no-untyped-def]
     split = tl.arange(0, BLOCK_SPLITS)
     lse = tl.load(lse_ptr + row * NUM_SPLITS + split, mask=split < NUM_SPLITS, other=float("-inf"))
     largest = tl.max(lse, axis=0)
-    used = tl.max(tl.where(lse > float("-inf"), split + 1, 0), axis=0)  # parts behind the sequence's end are not read
+    # Parts behind the sequence's end are not read; one that is NaN is.
+    used = tl.max(tl.where(lse != float("-inf"), split + 1, 0), axis=0)
     acc = tl.zeros([BLOCK_D], tl.float32)
     total = 0.0
     for index in range(0, used):
         part = tl.load(lse_ptr + row * NUM_SPLITS + index)
         weight = tl.exp2(part - largest)
-        mask = d < tl.where(part > float("-inf"), D, 0)  # nothing was written for a part without keys
+        mask = d < tl.where(part != float("-inf"), D, 0)  # nothing was written for a part without keys
         acc += weight * tl.load(parts_ptr + (row * NUM_SPLITS + index) * D + d, mask=mask, other=0.0)
         total += weight
     out = acc / tl.where(used > 0, total, 1.0)

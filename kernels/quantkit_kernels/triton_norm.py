@@ -9,8 +9,8 @@ from torch import Tensor
 
 from quantkit_kernels.launches import Launch, signature_of
 from quantkit_kernels.reference import check_rms_norm
+from quantkit_kernels.weight_limits import MAX_ROW_COLUMNS
 
-MAX_COLUMNS = 32768  # a row lies in the registers of one program
 TILE = 2048  # numbers of short rows that a program handles together
 
 
@@ -73,8 +73,8 @@ def rms_norm(
     """
     check_rms_norm(x, weight, residual)
     num_rows, columns = x.shape
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"x has {columns} columns, allowed is up to {MAX_COLUMNS}")
+    if columns > MAX_ROW_COLUMNS:
+        raise ValueError(f"x has {columns} columns, allowed is up to {MAX_ROW_COLUMNS}")
     out = torch.empty((num_rows, columns), dtype=x.dtype, device=x.device)
     total = None if residual is None else torch.empty_like(out)
     if out.numel():
@@ -104,7 +104,8 @@ def _launch(label: str, rows: int, columns: int, *, has_residual: bool) -> Launc
     constexprs: dict[str, object] = {
         "COLUMNS": columns, "BLOCK_ROWS": block_rows, "BLOCK_COLUMNS": block_columns
     }  # fmt: skip
-    types = dict.fromkeys(("x_ptr", "weight_ptr", "out_ptr"), "*bf16") | {"eps": "fp32", "offset": "fp32"}
+    types = dict.fromkeys(("x_ptr", "out_ptr"), "*bf16")
+    types |= {"weight_ptr": "*fp32", "eps": "fp32", "offset": "fp32"}  # as the engine keeps it
     if has_residual:
         types |= dict.fromkeys(("residual_ptr", "total_ptr"), "*bf16")
     else:
@@ -118,7 +119,7 @@ def _launch(label: str, rows: int, columns: int, *, has_residual: bool) -> Launc
         constexprs=constexprs,
         num_warps=num_warps,
         num_stages=3,
-        bytes=2 * rows * columns * (4 if has_residual else 2) + 2 * columns,
+        bytes=2 * rows * columns * (4 if has_residual else 2) + 4 * columns,
         flops=4 * rows * columns,
         flop_dtype="fp32",
         needs=("128-bit loads",),

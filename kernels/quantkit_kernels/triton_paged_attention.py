@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from quantkit_kernels.launches import CAPABILITIES, Launch, signature_of
-from quantkit_kernels.paged_attention_plan import configuration, is_ampere, kernel_constants, split_plan
+from quantkit_kernels.paged_attention_plan import configuration, has_small_tiles, kernel_constants, split_plan
 from quantkit_kernels.reference import check_paged_attention
 from quantkit_kernels.triton_merge_splits import merge_splits
 
@@ -183,11 +183,11 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
     full_end = tl.minimum(tl.maximum((first_place + 1) // TILE * TILE, window_end), end)
 
     d = tl.arange(0, BLOCK_D)[None, :]
-    query_row = (token * stride_query_token * 8 + head * stride_query_head * 8)[:, None]
+    query_row = ((token * stride_query_token + head * stride_query_head) * 8)[:, None]
     query = tl.load(query_ptr + query_row + d, mask=is_row[:, None] & (d < D), other=0.0)
     row_place = context_len - query_len + q
-    key_ptr = key_cache_ptr + kv_head * HEAD_STRIDES[0]
-    value_ptr = value_cache_ptr + kv_head * HEAD_STRIDES[1]
+    key_ptr = key_cache_ptr + kv_head.to(tl.int64) * HEAD_STRIDES[0]
+    value_ptr = value_cache_ptr + kv_head.to(tl.int64) * HEAD_STRIDES[1]
     if key_scale_ptr is not None:
         key_scale_ptr += kv_head
         value_scale_ptr += kv_head
@@ -275,7 +275,7 @@ def paged_attention(
     group = num_heads // num_kv_heads
     chosen = configuration(
         max_query_len, group, max(head_dim, value_dim), query.element_size(),
-        is_int8=key_scale is not None, ampere=is_ampere(query.device),
+        is_int8=key_scale is not None, ampere=has_small_tiles(query.device),
     )  # fmt: skip
     splits, split_keys = split_plan(max_query_len, max_context_len, group, sliding_window, chosen.tile, num_splits)
     constants = kernel_constants(

@@ -11,27 +11,24 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit_kernels.eight_bits import codes_of, scale_of
 from quantkit_kernels.launches import Launch, signature_of
 from quantkit_kernels.reference import check_gated, check_quantize_per_token, check_rms_norm
-
-MAX_COLUMNS = 32768  # a row lies in the registers of one program
+from quantkit_kernels.weight_limits import MAX_ROW_COLUMNS
 
 
 @triton.jit
 def _store_codes(codes_ptr, scale_ptr, row, column, mask, wide, COLUMNS):  # type: ignore[no-untyped-def]
     """Find the scale of a row of float32, and write it and the codes."""
-    largest = tl.max(tl.abs(wide), axis=0)
-    scale = tl.where(largest == 0.0, 1.0, tl.div_rn(largest, 127.0))
+    scale = scale_of(wide, 0)
     tl.store(scale_ptr + row, scale)
     _store_scaled(codes_ptr, scale, row, column, mask, wide, COLUMNS)
 
 
 @triton.jit
 def _store_scaled(codes_ptr, scale, row, column, mask, wide, COLUMNS):  # type: ignore[no-untyped-def]
-    """Write the codes of a row: rounded to nearest, ties to even, by the addition of 1.5 * 2**23."""
-    scaled = tl.minimum(tl.maximum(tl.div_rn(wide, tl.zeros_like(wide) + scale), -128.0), 127.0)
-    codes = ((scaled + 12582912.0) - 12582912.0).to(tl.int8)
-    tl.store(codes_ptr + row * COLUMNS + column, codes, mask=mask)
+    """Write the codes of a row."""
+    tl.store(codes_ptr + row * COLUMNS + column, codes_of(wide, tl.zeros_like(wide) + scale), mask=mask)
 
 
 @triton.jit
@@ -109,8 +106,8 @@ def configuration(columns: int) -> tuple[int, int]:
     Raises:
         ValueError: the row does not fit into the registers of a program.
     """
-    if columns > MAX_COLUMNS:
-        raise ValueError(f"x has {columns} columns, allowed is up to {MAX_COLUMNS}")
+    if columns > MAX_ROW_COLUMNS:
+        raise ValueError(f"x has {columns} columns, allowed is up to {MAX_ROW_COLUMNS}")
     block = triton.next_power_of_2(columns)
     return block, min(16, max(1, block // 1024))
 
@@ -202,9 +199,8 @@ def silu_mul_quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, scale
 
 
-_POINTERS = {"codes_ptr": "*i8", "scale_ptr": "*fp32", "eps": "fp32", "offset": "fp32"} | dict.fromkeys(
-    ("x_ptr", "residual_ptr", "weight_ptr", "total_ptr"), "*bf16"
-)
+_TYPES = {"codes_ptr": "*i8", "scale_ptr": "*fp32", "weight_ptr": "*fp32", "eps": "fp32", "offset": "fp32"}
+_TYPES |= dict.fromkeys(("x_ptr", "residual_ptr", "total_ptr"), "*bf16")
 
 
 def _launch(op: str, label: str, kernel: triton.JITFunction, rows: int, columns: int, moved: int) -> Launch:
@@ -213,7 +209,7 @@ def _launch(op: str, label: str, kernel: triton.JITFunction, rows: int, columns:
     constexprs: dict[str, object] = {"COLUMNS": columns, "BLOCK": block}
     if op == "quantize_per_token":
         constexprs["input_scale_ptr"] = None
-    signature = signature_of(kernel, _POINTERS, constexprs)
+    signature = signature_of(kernel, _TYPES, constexprs)
     return Launch(
         op=op,
         label=f"{label}, {rows} tokens",

@@ -5,17 +5,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from quantkit_kernels.eight_bits import codes_of, scale_of
 from quantkit_kernels.launches import Launch, signature_of
 from quantkit_kernels.reference import check_store_kv_cache
 
 MAX_HEAD_DIM = 1024
 TILE = 1024  # numbers that a program copies at a time, 8 a thread
-
-
-@triton.jit
-def round_to_even(x):  # type: ignore[no-untyped-def]
-    """Nearest whole number, halves to even, of float32 below 2**22: adding 1.5 * 2**23 leaves no bit for a fraction."""
-    return (x + 12582912.0) - 12582912.0
 
 
 @triton.jit
@@ -35,10 +30,9 @@ def _store_rows(  # type: ignore[no-untyped-def]
     new = tl.load(new_ptr + new_row[:, None] + d, mask=mask, other=0.0)
     if scale_ptr is not None:
         wide = new.to(tl.float32)
-        scale = tl.math.div_rn(tl.max(tl.abs(wide), axis=1), tl.full(scale_row.shape, 127.0, tl.float32))
-        scale = tl.where(scale == 0.0, 1.0, scale)
+        scale = scale_of(wide, 1)
         tl.store(scale_ptr + scale_row, scale, mask=is_stored)
-        new = round_to_even(tl.math.div_rn(wide, tl.broadcast_to(scale[:, None], wide.shape))).to(tl.int8)
+        new = codes_of(wide, tl.broadcast_to(scale[:, None], wide.shape))
     tl.store(cache_ptr + cache_row[:, None] + d, new, mask=mask)
 
 

@@ -17,7 +17,8 @@ from quantkit_kernels.launches import Launch, signature_of
 from quantkit_kernels.tiling import Tiling, choose_splits, rows_of
 from quantkit_kernels.triton_dequantize import dequantize_words
 from quantkit_kernels.triton_split_k import add_splits
-from quantkit_kernels.w4a16_layout import BLOCK_COLUMNS, groups_per_block, to_words, w4a16_blocker
+from quantkit_kernels.w4a16_layout import BLOCK_COLUMNS, groups_per_block, to_words
+from quantkit_kernels.weight_limits import w4a16_blocker
 
 
 @triton.jit

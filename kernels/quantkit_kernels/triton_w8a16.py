@@ -16,7 +16,8 @@ from quantkit_kernels.launches import Launch, signature_of
 from quantkit_kernels.tiling import Tiling, choose_splits, rows_of
 from quantkit_kernels.triton_dequantize import dequantize_int8
 from quantkit_kernels.triton_split_k import add_splits
-from quantkit_kernels.w4a16_layout import BLOCK_COLUMNS, w8a16_blocker
+from quantkit_kernels.w4a16_layout import BLOCK_COLUMNS
+from quantkit_kernels.weight_limits import w8a16_blocker
 
 PER_CHANNEL = reference.PER_CHANNEL
 

@@ -4,8 +4,6 @@ The scales of token and weight row, and the bias, are applied to the sums in the
 the runs of columns are added (`triton_split_k`).
 """
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -13,11 +11,12 @@ from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.launches import CAPABILITIES, Launch, signature_of
-from quantkit_kernels.tiling import Tiling, choose_splits, rows_of
+from quantkit_kernels.tiling import Tiling, choose_splits, generation, rows_of
 from quantkit_kernels.triton_quantize import quantize_per_token
 from quantkit_kernels.triton_split_k import add_splits
 
 BLOCK_K = 128
+MAX_SUMMED_COLUMNS = 2**17 - 1  # so many products of -128 and -128 are a sum below 2**31
 GROUP_M = 8  # tiles of tokens that are worked on side by side, so that they share weights in the cache
 
 
@@ -72,7 +71,7 @@ def _w8a8_gemm_kernel(  # type: ignore[no-untyped-def]
 
 
 def tiling_of(m: int, n: int, k: int, capability: int) -> Tiling:
-    """How ``m`` rows are multiplied by a weight of ``n`` rows and ``k`` columns, on a GPU of capability 80, 90, ...
+    """How ``m`` rows are multiplied by a weight of ``n`` rows and ``k`` columns, on a GPU of `tiling.generation`.
 
     The sums are whole numbers, so that a tile of another size gives the same product.
     """
@@ -81,15 +80,6 @@ def tiling_of(m: int, n: int, k: int, capability: int) -> Tiling:
     block_n, num_warps = (64, 4) if block_m <= 32 else (128, 8)
     tiles = triton.cdiv(m, block_m) * triton.cdiv(n, block_n)
     return Tiling(block_m, block_n, choose_splits(tiles, triton.cdiv(k, BLOCK_K)), num_warps, 3)
-
-
-@cache
-def capability_of(device: torch.device) -> int:
-    """80, 90, 100: compute capability of a GPU; that of an H200 for a CPU in Triton's interpreter."""
-    if device.type != "cuda":
-        return 90
-    major, minor = torch.cuda.get_device_capability(device)
-    return 10 * major + minor
 
 
 def multiply_codes(
@@ -122,13 +112,17 @@ def multiply_codes(
         )
     if x_scale.dtype != torch.float32 or x_scale.numel() not in (1, rows) or not x_scale.is_contiguous():
         raise ValueError(f"x_scale is {x_scale.dtype} {list(x_scale.shape)}, allowed is torch.float32 [{rows}, 1], [1]")
+    if x_codes.device != codes.device or x_scale.device != codes.device:
+        raise ValueError(f"x_codes are on {x_codes.device} and x_scale on {x_scale.device}, allowed is {codes.device}")
+    if in_features > MAX_SUMMED_COLUMNS:
+        raise ValueError(f"codes have {in_features} columns, allowed is up to {MAX_SUMMED_COLUMNS}")
     if not codes.is_contiguous() or not scale.is_contiguous():
         raise ValueError(f"codes have the strides {codes.stride()}, allowed is contiguous; the scale too")
     reference.check_bias(bias, out_features)
     out = torch.empty(rows, out_features, dtype=dtype, device=x_codes.device)
     if rows == 0:
         return out
-    tiling = tiling_of(rows, out_features, in_features, capability_of(out.device))
+    tiling = tiling_of(rows, out_features, in_features, generation(out.device))
     steps = triton.cdiv(in_features, BLOCK_K)
     is_split = tiling.splits > 1
     shape = (tiling.splits, rows, out_features)

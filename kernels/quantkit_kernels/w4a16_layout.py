@@ -23,22 +23,6 @@ STRIP_COLUMNS = 32  # columns in a strip: one nibble of a word
 STRIPS = BLOCK_COLUMNS // STRIP_COLUMNS
 
 
-def w8a16_blocker(group_size: int, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels cannot take an 8-bit weight, which keeps its layout; None if they can."""
-    if dtype not in (torch.bfloat16, torch.float16):
-        return f"activations are {dtype}, not torch.bfloat16 or torch.float16"
-    if group_size not in (PER_CHANNEL, 32, 64) and group_size % BLOCK_COLUMNS:
-        return f"group_size={group_size} is not -1, 32, 64 or a multiple of {BLOCK_COLUMNS}"
-    return None
-
-
-def w4a16_blocker(in_features: int, group_size: int, dtype: torch.dtype) -> str | None:
-    """Why the Triton kernels cannot take a 4-bit weight; None if they can."""
-    if in_features % STRIP_COLUMNS:
-        return f"K={in_features} is not a multiple of {STRIP_COLUMNS}"
-    return w8a16_blocker(group_size, dtype)
-
-
 def groups_per_block(group_size: int) -> int:
     """Groups in a block of columns: 4, 2, or 1 where a group has whole blocks; 0 where a row is one group."""
     return 0 if group_size == PER_CHANNEL else max(1, BLOCK_COLUMNS // group_size)

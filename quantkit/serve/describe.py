@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from quantkit import __version__
+from quantkit.formats.kv_scales import unused_kv_scales
 from quantkit.serve.config import EngineConfig
 from quantkit.serve.device import device_name
 from quantkit.serve.kv_cache import KVCache
@@ -48,7 +49,7 @@ def describe_engine(
             "deterministic": config.deterministic,
             "seed": config.seed,
             "threads": torch.get_num_threads(),
-            "kernels": list(loaded.kernels),
+            "kernels": [*loaded.kernels, *unused_kv_scales(source.tensors)],
         },
         "template_hash": template_hash,
     }

@@ -17,7 +17,8 @@ from quantkit.serve.chat import ChatTemplate
 from quantkit.serve.config import EngineConfig
 from quantkit.serve.describe import describe_engine
 from quantkit.serve.detokenizer import decode_all, make_decode
-from quantkit.serve.device import resolve_device
+from quantkit.serve.device import resolve_device, runs_triton
+from quantkit.serve.device_limits import check_device_limits
 from quantkit.serve.metrics import EngineMetrics
 from quantkit.serve.models.loader import load_model, resolve_dtype
 from quantkit.serve.next_tokens import NextToken, choose_tokens, score_prompts
@@ -67,11 +68,10 @@ class Engine:
         self.config = config if config is not None else EngineConfig()
         self.tokenizer: PreTrainedTokenizerBase = self.source.tokenizer()
         self.chat = ChatTemplate(self.tokenizer, self.source.name)
-        loaded = load_model(
-            self.source,
-            resolve_dtype(self.config.dtype, self.source.dtype),
-            device=resolve_device(self.config.device),
-        )
+        device = resolve_device(self.config.device)
+        if runs_triton(device):
+            check_device_limits(self.config, self.source.config)
+        loaded = load_model(self.source, resolve_dtype(self.config.dtype, self.source.dtype), device=device)
         self._loaded = loaded
         self.max_model_len = resolve_max_model_len(self.config, loaded)
         self._stop_token_ids = model_stop_token_ids(self.source.folder, self.source.config, self.tokenizer)

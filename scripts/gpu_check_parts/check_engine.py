@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from gpu_check_parts.check_ops import one_line
-from gpu_check_parts.random_llama import write_checkpoints
+from gpu_check_parts.check_ops import one_line, require_usable
+from gpu_check_parts.isolation import Records
+from gpu_check_parts.random_llama import SCHEMES, write_checkpoints
 from gpu_check_parts.timing import Budget
 from quantkit.serve import Engine, EngineConfig, SamplingParams
 from quantkit.serve.kv_cache import kv_block_bytes
@@ -20,35 +21,49 @@ Say = Callable[[str], None]
 MAX_KL = 0.01  # nats, of a next token
 
 
-def check_engine(device: torch.device, budget: Budget, say: Say, *, tiny: bool) -> list[dict[str, Any]]:
-    """A record for each kind of weights and size of batch, and one that compares the GPU with the CPU."""
-    records: list[dict[str, Any]] = []
-    batch_sizes = (1, 2) if tiny else (1, 32, 256)
+def check_engine(
+    device: torch.device, budget: Budget, say: Say, records: Records, *, tiny: bool, first: int = 0
+) -> None:
+    """A record for each kind of weights and size of batch, and one that compares the GPU with the CPU.
+
+    Raises:
+        BrokenContextError: behind a case that left the GPU unusable.
+    """
+    wanted = [(kind, size) for kind in SCHEMES for size in ((1, 2) if tiny else (1, 32, 256))][first:]
+    is_compared = not tiny and first <= len(SCHEMES) * 3
     with tempfile.TemporaryDirectory() as root:
-        folders = write_checkpoints(Path(root), tiny=tiny)
-        for kind, folder in folders.items():
-            engine: Engine | None = None
-            for size in batch_sizes:
-                record: dict[str, Any] = {"weights": kind, "batch": size}
-                records.append(record)
-                if budget.is_spent:
-                    record["skipped"] = f"the {budget.seconds:.0f} s of this part are over"
-                    continue
-                try:
-                    engine = engine or _engine(folder, device, tiny=tiny)
-                    record |= _speed(engine, size, tiny=tiny)
-                    say(f"engine, {kind}, batch {size}: {record['tokens_per_second']:.0f} tokens/s, "
-                        f"{record['roofline_fraction']:.0%} of the bandwidth")  # fmt: skip
-                except Exception as error:  # whatever it is, the report holds it and the others run
-                    record["failed"] = one_line(error)
-                    say(f"engine, {kind}, batch {size}: FAILED {record['failed']}")
-            del engine
-            gc.collect()
-            if device.type == "cuda":
-                torch.cuda.empty_cache()
-        if not tiny:
-            records.append(_compare(folders["bf16"], device, budget, say))
-    return records
+        folders = write_checkpoints(Path(root), tiny=tiny) if wanted or is_compared else {}
+        for kind in dict.fromkeys(kind for kind, _ in wanted):
+            sizes = [size for own, size in wanted if own == kind]
+            _check_kind(kind, folders[kind], sizes, device, budget, say, records, tiny=tiny)
+        if is_compared:
+            record = records.begin(weights="bf16", compare="CPU")
+            records.end(record, **_compare(folders["bf16"], device, budget, say))
+
+
+def _check_kind(
+    kind: str, folder: Path, sizes: list[int], device: torch.device, budget: Budget, say: Say, records: Records,
+    *, tiny: bool,
+) -> None:  # fmt: skip
+    """One kind of weights, in one engine."""
+    engine: Engine | None = None
+    for size in sizes:
+        record = records.begin(weights=kind, batch=size)
+        if budget.is_spent:
+            records.end(record, skipped=f"the {budget.seconds:.0f} s of this part are over")
+            continue
+        try:
+            engine = engine or _engine(folder, device, tiny=tiny)
+            records.end(record, **_speed(engine, size, tiny=tiny))
+            say(f"engine, {kind}, batch {size}: {record['tokens_per_second']:.0f} tokens/s, "
+                f"{record['roofline_fraction']:.0%} of the bandwidth")  # fmt: skip
+        except Exception as error:  # whatever it is, the report holds it and the others run
+            records.end(record, failed=one_line(error))
+            say(f"engine, {kind}, batch {size}: FAILED {record['failed']}")
+            require_usable(device, f"engine, {kind}, batch {size}")
+    del engine
+    gc.collect()
+    require_usable(device, f"engine, {kind}")
 
 
 def _engine(folder: Path, device: torch.device, *, tiny: bool, **options: Any) -> Engine:
@@ -114,15 +129,14 @@ def _run(engine: Engine, size: int, prompt_len: int, new_tokens: int) -> tuple[f
 
 def _compare(folder: Path, device: torch.device, budget: Budget, say: Say) -> dict[str, Any]:
     """Mean KL divergence of the next tokens of a text, from the CPU's own path to the device."""
-    record: dict[str, Any] = {"weights": "bf16", "compare": "CPU"}
     if budget.is_spent:
-        return record | {"skipped": f"the {budget.seconds:.0f} s of this part are over"}
+        return {"skipped": f"the {budget.seconds:.0f} s of this part are over"}
     token_ids = list(range(100, 164))
     try:
         wanted = _engine(folder, device, tiny=True, device="cpu").score(token_ids)
         found = _engine(folder, device, tiny=False).score(token_ids)
     except Exception as error:  # whatever it is, the report holds it
-        return record | {"failed": one_line(error)}
+        return {"failed": one_line(error)}
     divergence = float((wanted.exp() * (wanted - found)).sum(-1).mean())
     say(f"engine, bf16: KL divergence from the CPU {divergence:.2e}, allowed {MAX_KL}")
-    return record | {"kl_nats": divergence, "passed": divergence <= MAX_KL}
+    return {"kl_nats": divergence, "passed": divergence <= MAX_KL}

@@ -6,38 +6,68 @@ from typing import Any
 import torch
 
 from gpu_check_parts.case import Case, Work, error_of, roofline_seconds
+from gpu_check_parts.isolation import Records
 from gpu_check_parts.timing import Budget
 
 Timer = Callable[[Callable[[], object]], float]
 Say = Callable[[str], None]
 
 
+class BrokenContextError(Exception):
+    """The GPU does nothing more for this process."""
+
+
 def check_ops(
-    cases: Iterable[Case], device: torch.device, timer: Timer, budget: Budget, say: Say
+    cases: Iterable[Case],
+    device: torch.device,
+    timer: Timer,
+    budget: Budget,
+    say: Say,
+    records: Records | None = None,
 ) -> list[dict[str, Any]]:
-    """A record for each case; what fails says why and does not stop the others."""
-    records = []
+    """A record for each case; what fails says why and does not stop the others.
+
+    Raises:
+        BrokenContextError: behind a case that left the GPU unusable.
+    """
+    kept = Records() if records is None else records
     for case in cases:
-        record: dict[str, Any] = {"op": case.op, "case": case.label}
-        records.append(record)
+        record = kept.begin(op=case.op, case=case.label)
         if budget.is_spent:
-            record["skipped"] = f"the {budget.seconds:.0f} s of this part are over"
+            kept.end(record, skipped=f"the {budget.seconds:.0f} s of this part are over")
             continue
-        try:
-            work = case.make(device)
-            error, allowed = error_of(work.run(), work.reference(), work.tolerance)
-            record |= {"error": error, "allowed": allowed, "passed": error <= allowed}
-        except Exception as error:  # a kernel may fail in any way; the report holds which and how
-            record |= {"passed": False, "failed": one_line(error)}
-        else:
-            try:
-                record |= _speed(work, timer)
-            except Exception as error:  # likewise
-                record["not_timed"] = one_line(error)
+        kept.end(record, **_tried(case, device, timer))
         say(_line(record))
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    return records
+        require_usable(device, f"{case.op}: {case.label}")
+    return kept.all
+
+
+def require_usable(device: torch.device, after: str) -> None:
+    """Give memory back, and see that a GPU still answers.
+
+    Raises:
+        BrokenContextError: it does not.
+    """
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+    except RuntimeError as error:
+        raise BrokenContextError(f"after {after}: {one_line(error)}") from error
+
+
+def _tried(case: Case, device: torch.device, timer: Timer) -> dict[str, Any]:
+    try:
+        work = case.make(device)
+        error, allowed = error_of(work.run(), work.reference(), work.tolerance)
+    except Exception as error:  # a kernel may fail in any way; the report holds which and how
+        return {"passed": False, "failed": one_line(error)}
+    found = {"error": error, "allowed": allowed, "passed": error <= allowed}
+    try:
+        return found | _speed(work, timer)
+    except Exception as error:  # likewise
+        return found | {"not_timed": one_line(error)}
 
 
 def one_line(error: Exception) -> str:

@@ -38,6 +38,11 @@ def aims(report: dict[str, Any]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def is_wrong(record: dict[str, Any]) -> bool:
+    """Whether something failed, or gave other numbers than it should."""
+    return "failed" in record or not record.get("passed", True)
+
+
 def tables(report: dict[str, Any]) -> str:
     """Markdown: the machine, the aims, the operations, the engine."""
     machine = report["machine"]
@@ -84,7 +89,7 @@ def _op_row(record: dict[str, Any]) -> str:
 
 
 def _engine_row(record: dict[str, Any]) -> str:
-    name = f"| {record['weights']} | {record.get('batch', record.get('compare'))} |"
+    name = f"| {record.get('weights', record.get('op'))} | {record.get('batch', record.get('compare', ''))} |"
     reason = record.get("skipped") or record.get("failed")
     if reason:
         return f"{name} {reason} | | |"

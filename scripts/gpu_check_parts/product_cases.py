@@ -15,6 +15,7 @@ from quantkit_kernels import (
     triton_w8a8,
     triton_w8a16,
 )
+from quantkit_kernels.tiling import generation
 
 # [N, K] and groups
 LAYERS = {
@@ -91,6 +92,6 @@ def _w8a8(m: int, n: int, k: int, device: torch.device) -> Work:
     return Work(
         run=lambda: weight(x),
         reference=lambda: reference.w8a8_gemm(x, codes, scale),
-        launch=triton_w8a8._launch("", m, n, k, (triton_w8a8.capability_of(device),)),
+        launch=triton_w8a8._launch("", m, n, k, (generation(device),)),
         torch_run=lambda: F.linear(x, dense),
     )

@@ -14,6 +14,7 @@ from quantkit_kernels.compile_report import (
     instructions_of,
     reports,
 )
+from quantkit_kernels.dispatch import TRITON_MODULES
 from quantkit_kernels.launches import CAPABILITIES, Launch, load_launches, triton_modules
 
 SASS = """
@@ -58,6 +59,21 @@ def test_every_module_ships_launches_with_names_of_their_own() -> None:
         assert launch.bytes > 0
         assert launch.flops >= 0
         assert launch.roofline_seconds > 0
+
+
+@pytest.mark.parametrize("capability", CAPABILITIES)
+def test_every_operation_is_compiled_for_every_kind_of_gpu(capability: int) -> None:
+    """And what each must hold is asked for: only sums over parts and the columns of GPTQ may read less at a time."""
+    shipped = [launch for launch in launches().values() if capability in launch.capabilities]
+    products = {"w4a16_gemm", "w8a16_gemm", "w8a8_gemm"}
+    assert {launch.op for launch in shipped} == {*TRITON_MODULES, *products, "dequantize", "merge_splits", "add_splits"}
+    without = {launch.op for launch in shipped if "128-bit loads" not in launch.needs}
+    assert without == {"gptq_columns", "merge_splits", "add_splits"}
+    for launch in shipped:
+        is_vector = "M=1," in launch.label and launch.op in products
+        is_product = launch.op in {*products, "paged_attention", "hessian_accumulate"} and not is_vector
+        kind = "int8 mma" if launch.op == "w8a8_gemm" else "mma"
+        assert (kind in launch.needs) == is_product, f"{launch.op} {launch.label}"
 
 
 def test_the_page_lists_every_launch() -> None:

@@ -12,6 +12,7 @@ pytest.importorskip("triton", reason="needs triton, which is for Linux")
 
 from quantkit_kernels import dispatch, prepack_w8a8, prepack_w8a16, reference
 from quantkit_kernels.crossover_table import crossover
+from quantkit_kernels.tiling import generation
 from quantkit_kernels.triton_w8a8 import TritonW8A8, multiply_codes, w8a8_gemm
 from quantkit_kernels.triton_w8a16 import TritonW8A16, w8a16_gemm
 
@@ -122,6 +123,15 @@ def test_the_references_add_the_bias_before_they_round() -> None:
         ({"x_scale": torch.ones(3)}, r"x_scale is torch.float32 \[3\], allowed is torch.float32 \[2, 1\], \[1\]"),
         ({"codes": torch.zeros(8, 4, dtype=torch.int8).T}, r"codes have the strides \(1, 4\), allowed is contiguous"),
         ({"bias": torch.ones(3)}, r"bias is torch.float32 \[3\], allowed is floating \[4\] or None"),
+        ({"x_scale": torch.ones(2, 1, device="meta")}, r"x_codes are on cpu and x_scale on meta, allowed is cpu"),
+        (
+            {
+                "x_codes": torch.zeros(1, 2**17, dtype=torch.int8),
+                "codes": torch.zeros(4, 2**17, dtype=torch.int8),
+                "x_scale": torch.ones(1),
+            },
+            r"codes have 131072 columns, allowed is up to 131071",
+        ),
     ],
 )
 def test_codes_that_do_not_fit_are_refused(change: dict[str, Tensor], message: str) -> None:
@@ -150,3 +160,26 @@ def test_a_gpu_gets_the_triton_bodies(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_signatures_are_those_of_the_reference() -> None:
     assert inspect.signature(w8a16_gemm) == inspect.signature(reference.w8a16_gemm)
     assert inspect.signature(w8a8_gemm) == inspect.signature(reference.w8a8_gemm)
+
+
+@pytest.mark.parametrize(
+    ("capability", "tiles"), [((8, 0), 80), ((8, 9), 80), ((9, 0), 90), ((10, 3), 90), ((12, 0), 80)], ids=str
+)
+def test_tiles_are_those_of_a_kind_of_gpu(
+    capability: tuple[int, int], tiles: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compute capability 12.0 has a newer number than Hopper and less shared memory."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert generation.__wrapped__(torch.device("cuda", 0)) == tiles
+    assert generation(torch.device("cpu")) == 90
+
+
+def test_more_columns_than_a_program_holds_are_the_references(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A weight is refused when it is prepared, not when the first token comes."""
+    monkeypatch.setattr(dispatch, "triton_blocker", lambda device: None)
+    codes = torch.zeros(2, 32768 + 8, dtype=torch.int8)
+    weight, reason = prepack_w8a8(codes, torch.ones(2, 1), torch.bfloat16)
+    assert (weight.body, reason) == ("reference", "K=32776 is more than 32768")
+    assert torch.equal(weight(torch.ones(1, 32776)), torch.zeros(1, 2))
+    weight, _ = prepack_w8a8(codes[:, :32768], torch.ones(2, 1), torch.bfloat16)
+    assert isinstance(weight, TritonW8A8)

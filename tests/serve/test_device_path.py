@@ -1,5 +1,6 @@
 """The steps that a GPU would run, on the CPU in Triton's interpreter: the same tokens as the engine's own CPU path."""
 
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +82,42 @@ def test_greedy_tokens_of_packed_weights(
     dense = make_tiny_model("llama", tmp_path / "dense", dtype=torch.bfloat16)
     wanted, found = on_both_paths(write_rtn_checkpoint(dense, tmp_path / "packed", scheme=scheme), random_prompt)
     assert found == wanted
+
+
+def test_rows_are_rounded_where_they_are_made(
+    make_tiny_model: Any, write_rtn_checkpoint: Any, random_prompt: Any, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """In front of 8-bit products norm and gate give codes; the output of attention alone is rounded by itself."""
+    dense = make_tiny_model("qwen2", tmp_path / "dense", dtype=torch.bfloat16, num_hidden_layers=1)
+    folder = write_rtn_checkpoint(dense, tmp_path / "packed", scheme=PRESETS["W8A8"])
+    made: list[tuple[str, int]] = []
+    for operation, user in (
+        ("rms_norm_quantize", "quantkit.serve.models.coded_rows"),
+        ("silu_mul_quantize", "quantkit.serve.models.coded_rows"),
+        ("quantize_per_token", "quantkit_kernels.triton_w8a8"),
+    ):
+        kernel = getattr(import_module(user), operation)
+
+        def noted(x: Any, *rest: Any, operation: str = operation, kernel: Any = kernel, **options: Any) -> Any:
+            made.append((operation, x.shape[0]))
+            return kernel(x, *rest, **options)
+
+        monkeypatch.setattr(f"{user}.{operation}", noted)
+    prompt, once = random_prompt(5, 1), SamplingParams(temperature=0, max_tokens=1, logprobs=3)
+    (wanted,) = make(folder).generate([prompt], once)
+    assert not made
+    with interpret_triton():
+        engine = make(folder)
+        assert "rms_norm_quantize: triton (tensors are on cpu)" in engine.describe()["engine"]["kernels"]
+        (found,) = engine.generate([prompt], once)
+    assert made == [("rms_norm_quantize", 5), ("quantize_per_token", 5), ("rms_norm_quantize", 5),
+                    ("silu_mul_quantize", 5)]  # fmt: skip
+    assert found.token_ids == wanted.token_ids
+    assert found.logprobs is not None
+    assert wanted.logprobs is not None
+    for token, (score, _) in wanted.logprobs[0].items():
+        assert found.logprobs[0][token][0] == pytest.approx(score, abs=0.3)
 
 
 def test_graphs_of_decode_steps_and_the_scores_of_a_text(tiny_models: Any, random_prompt: Any) -> None:

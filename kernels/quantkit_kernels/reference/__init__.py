@@ -5,9 +5,16 @@ of the specification. One file a topic.
 """
 
 from quantkit_kernels.reference.activation import check_gated, gelu_mul, silu_mul
-from quantkit_kernels.reference.attention import check_paged_attention, paged_attention
+from quantkit_kernels.reference.attention import (
+    BLOCK_SIZES,
+    HEAD_DIM_STEP,
+    MAX_HEAD_DIM,
+    check_paged_attention,
+    paged_attention,
+)
 from quantkit_kernels.reference.cache import CACHE_DTYPES, check_store_kv_cache, store_kv_cache
 from quantkit_kernels.reference.calibration import (
+    MAX_BLOCK_SIZE,
     check_gptq_columns,
     check_hessian_accumulate,
     gptq_columns,
@@ -44,8 +51,12 @@ from quantkit_kernels.reference.sampling import (
 )
 
 __all__ = [
+    "BLOCK_SIZES",
     "CACHE_DTYPES",
     "CODES_PER_WORD",
+    "HEAD_DIM_STEP",
+    "MAX_BLOCK_SIZE",
+    "MAX_HEAD_DIM",
     "PER_CHANNEL",
     "apply_token_bitmask",
     "check_bias",

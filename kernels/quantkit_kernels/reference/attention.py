@@ -8,15 +8,17 @@ from torch import Tensor
 from quantkit_kernels.reference.arguments import FLOATING, check_argument
 
 MAX_HEAD_DIM = 256
+HEAD_DIM_STEP = 8  # rows of heads are read 128 bits at a time
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 def _check_cache(name: str, cache: Tensor, scale: Tensor | None, query: Tensor, shape: tuple[int | str, ...]) -> None:
     dtypes = (query.dtype, torch.int8)
     check_argument(f"{name}_cache", cache, dtypes, shape, query.device)
-    if cache.shape[3] % 8 or not 8 <= cache.shape[3] <= MAX_HEAD_DIM:
+    if cache.shape[3] % HEAD_DIM_STEP or not HEAD_DIM_STEP <= cache.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(
-            f"{name}_cache has head_dim={cache.shape[3]}, allowed is a multiple of 8 from 8 to {MAX_HEAD_DIM}"
+            f"{name}_cache has head_dim={cache.shape[3]}, "
+            f"allowed is a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"
         )
     if (scale is not None) != (cache.dtype == torch.int8):
         has = "is None" if scale is None else "is given"
