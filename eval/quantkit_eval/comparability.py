@@ -6,7 +6,7 @@ from pathlib import Path
 
 from quantkit_eval.errors import IncomparableResults, RecordError
 from quantkit_eval.protocol import MESSAGES_ONLY, RENDERED_BY_SERVER
-from quantkit_eval.record_types import Party, Result, Sample, SuiteRecord, Throughput
+from quantkit_eval.record_types import Load, Party, Result, Sample, SuiteRecord, Throughput
 from quantkit_eval.records import RESULT_FILE, SAMPLES_FILE, read_result, read_samples
 
 
@@ -101,6 +101,15 @@ def check_measured_models(throughput: Throughput, baseline: Evaluation, candidat
                 f"the throughput is of another {side}: {measured}, but evaluated was {evaluation.result['model']}",
                 fix="Measure it again",
             )
+
+
+def check_loaded_models(load: Load, baseline: Evaluation, candidate: Evaluation) -> None:
+    """Refuse a load that is not of this baseline, or not of this candidate. Raises IncomparableResults."""
+    first, *others = [party["model"] for party in load["models"]]
+    if first != baseline.result["model"] or candidate.result["model"] not in others:
+        raise IncomparableResults(
+            f"the load is of other models: {[model.get('name') for model in (first, *others)]}", fix="Measure it again"
+        )
 
 
 def _check_templates(baseline: str, candidate: str) -> None:

@@ -22,6 +22,7 @@ def compare(
     gates: Mapping[str, Any],
     throughput: Path | None = None,
     control: Path | None = None,
+    alpha: float = ALPHA,
 ) -> Verdict:
     """Judge a candidate against its baseline.
 
@@ -32,6 +33,7 @@ def compare(
         throughput: throughput.json of the two, if it was measured.
         control: folder of a second evaluation of the baseline's model (another batch size, another day), for the noise
             floor. A comparison of a model with itself is its own.
+        alpha: one-sided error of every bound and test but those of speed; less where several candidates may be judged.
 
     Returns:
         The content of verdict.json, for ``records.write_verdict``.
@@ -48,7 +50,11 @@ def compare(
     if speeds:
         check_measured_models(speeds, before, after)
     _check_gates_were_run(wanted, before, after, speeds)
-    judged = [*_judge_drops(wanted, before, after), *_judge_kl(wanted, after), *_judge_speeds(wanted, speeds)]
+    judged = [
+        *_judge_drops(wanted, before, after, alpha),
+        *_judge_kl(wanted, after, alpha),
+        *_judge_speeds(wanted, speeds),
+    ]
     floor = _noise_floor(before, after, Evaluation.read(control) if control else None)
     verdict: Outcome = "pass"
     for outcome in ("inconclusive", "fail"):
@@ -60,7 +66,7 @@ def compare(
         "verdict": verdict,
         "exit_code": EXIT_CODES[verdict],
         "reason": _explain(verdict, judged),
-        "alpha": ALPHA,
+        "alpha": alpha,
         "gates": judged,
         "unjudged": _unjudged(judged, before, after, speeds),
         "flipped": [item for suite in graded_suites(before, after) for item in flipped(suite, before, after)],
@@ -137,22 +143,22 @@ def _noise_floor(baseline: Evaluation, candidate: Evaluation, control: Evaluatio
     return noise_floor(baseline, control)
 
 
-def _judge_drops(gates: Gates, baseline: Evaluation, candidate: Evaluation) -> list[Gate]:
+def _judge_drops(gates: Gates, baseline: Evaluation, candidate: Evaluation, alpha: float) -> list[Gate]:
     counts = {suite: count(pair_up(suite, baseline, candidate)) for suite in gates.max_drop_pp}
     adjusted = holm([counts[suite].p_value for suite in counts])
     return [
-        judge_drop(suite, str(primary_metric(suite, baseline)), counts[suite], gates.max_drop_pp[suite], p_holm)
+        judge_drop(suite, str(primary_metric(suite, baseline)), counts[suite], gates.max_drop_pp[suite], p_holm, alpha)
         for suite, p_holm in zip(counts, adjusted, strict=True)
     ]
 
 
-def _judge_kl(gates: Gates, candidate: Evaluation) -> list[Gate]:
+def _judge_kl(gates: Gates, candidate: Evaluation, alpha: float) -> list[Gate]:
     if gates.max_kl_mean_nats is None:
         return []
     metrics = [sample["metrics"] for sample in candidate.samples["nll"]]
     means = [cast(float, window["kl_mean_nats"]) for window in metrics]  # there: Evaluation.read looked
     tokens = [cast(int, window["num_tokens"]) for window in metrics]
-    return [judge_kl(means, tokens, gates.max_kl_mean_nats)]
+    return [judge_kl(means, tokens, gates.max_kl_mean_nats, alpha)]
 
 
 def _judge_speeds(gates: Gates, speeds: Throughput | None) -> list[Gate]:

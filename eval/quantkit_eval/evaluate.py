@@ -9,7 +9,7 @@ from typing import Any
 from quantkit_eval.answer_log import ANSWERS_FILE, AnswerLog
 from quantkit_eval.errors import ModelOutputError, NotOfferedError, OptionError, RecordError
 from quantkit_eval.machine import describe_machine
-from quantkit_eval.protocol import Model
+from quantkit_eval.protocol import LoadTarget, Model
 from quantkit_eval.record_types import Result, Sample, SuiteRecord
 from quantkit_eval.records import (
     RESULT_FILE,
@@ -183,7 +183,7 @@ def _working_folder(out: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def describe_model(model: Model) -> dict[str, Any]:
+def describe_model(model: Model | LoadTarget) -> dict[str, Any]:
     """``Model.describe()``, with its keys checked. Raises ModelOutputError if one is missing or of a wrong kind."""
     party = model.describe()
     for key, kind in (("model", dict), ("engine", dict), ("template_hash", str)):

@@ -71,7 +71,9 @@ def _check_limit(name: str, limit: object, below: float = float("inf")) -> None:
         raise OptionError(f"gate {name} must be a number above 0{end}, not {limit!r}")
 
 
-def judge_drop(suite: str, metric: str, counts: PairedCounts, max_drop_pp: float, p_holm: float) -> Gate:
+def judge_drop(
+    suite: str, metric: str, counts: PairedCounts, max_drop_pp: float, p_holm: float, alpha: float = ALPHA
+) -> Gate:
     """Non-inferiority of the share of right answers.
 
     Pass if the upper bound of the drop is below the limit; fail if it is not and McNemar's test, corrected for the
@@ -79,19 +81,19 @@ def judge_drop(suite: str, metric: str, counts: PairedCounts, max_drop_pp: float
     may be lost shows nothing by losing little: then only a candidate that is proven better passes.
     """
     n, margin = counts.n, max_drop_pp / 100
-    low, high = tango_interval(counts.improved, counts.regressed, n, CONFIDENCE)
+    low, high = tango_interval(counts.improved, counts.regressed, n, 1 - 2 * alpha)
     baseline = (counts.both + counts.regressed) / n if n else None
     candidate = (counts.both + counts.improved) / n if n else None
     difference = (counts.improved - counts.regressed) / n if n else None
-    passes = is_non_inferior(counts.improved, counts.regressed, n, margin)
+    passes = is_non_inferior(counts.improved, counts.regressed, n, margin, alpha)
     has_nothing_to_lose = baseline is not None and baseline <= margin and low <= 0
     is_pass = passes and not has_nothing_to_lose
-    verdict: Outcome = "pass" if is_pass else "fail" if p_holm < ALPHA else "inconclusive"
+    verdict: Outcome = "pass" if is_pass else "fail" if p_holm < alpha else "inconclusive"
     is_empty = has_nothing_to_lose and (passes or verdict == "inconclusive")  # more items would change nothing
     needed = None
     if verdict == "inconclusive" and not is_empty:
-        needed = items_needed(counts.improved, counts.regressed, n, margin)
-    reason = explain_drop(suite, metric, counts, -low, margin, verdict, needed)
+        needed = items_needed(counts.improved, counts.regressed, n, margin, alpha)
+    reason = explain_drop(suite, metric, counts, -low, margin, verdict, needed, alpha)
     if is_empty:
         reason = explain_empty(suite, metric, counts, margin)
     return {
@@ -104,7 +106,7 @@ def judge_drop(suite: str, metric: str, counts: PairedCounts, max_drop_pp: float
         "difference": difference,
         "value": difference,
         "interval": [low, high] if n else None,
-        "confidence": CONFIDENCE if n else None,
+        "confidence": 1 - 2 * alpha if n else None,
         "test": "one-sided exact McNemar test, Holm-corrected; Tango score interval",
         "p_value": counts.p_value,
         "p_holm": p_holm,
@@ -119,12 +121,14 @@ def judge_drop(suite: str, metric: str, counts: PairedCounts, max_drop_pp: float
     }
 
 
-def judge_kl(window_means: Sequence[float], window_tokens: Sequence[int], max_kl_mean_nats: float) -> Gate:
+def judge_kl(
+    window_means: Sequence[float], window_tokens: Sequence[int], max_kl_mean_nats: float, alpha: float = ALPHA
+) -> Gate:
     """Upper bound on the mean divergence: pass if the interval ends below the limit, fail if it starts above it.
 
     With fewer effective windows than ``MIN_CLUSTERS`` there is no interval, so neither can be said.
     """
-    estimate = bootstrap_mean(window_means, weights=window_tokens, confidence=CONFIDENCE)
+    estimate = bootstrap_mean(window_means, weights=window_tokens, confidence=1 - 2 * alpha)
     (low, high), limit = estimate.interval, max_kl_mean_nats
     verdict: Outcome = "pass" if high <= limit else "fail" if low > limit else "inconclusive"
     known = math.isfinite(high)
@@ -132,7 +136,7 @@ def judge_kl(window_means: Sequence[float], window_tokens: Sequence[int], max_kl
     if verdict == "inconclusive":
         half_width = high - estimate.value if estimate.value <= limit else estimate.value - low
         fewest = math.ceil(MIN_CLUSTERS * estimate.n / effective_clusters(window_tokens))
-        needed = means_needed(estimate.value, half_width, estimate.n, limit) if known else fewest
+        needed = means_needed(estimate.value, half_width, estimate.n, limit, alpha) if known else fewest
     return {
         "name": "nll.kl_mean_nats",
         "suite": "nll",
@@ -143,7 +147,7 @@ def judge_kl(window_means: Sequence[float], window_tokens: Sequence[int], max_kl
         "difference": None,
         "value": estimate.value,
         "interval": [max(0.0, low), high] if known else None,
-        "confidence": CONFIDENCE if known else None,
+        "confidence": 1 - 2 * alpha if known else None,
         "test": "studentized bootstrap interval over windows",
         "p_value": None,
         "p_holm": None,
@@ -153,7 +157,7 @@ def judge_kl(window_means: Sequence[float], window_tokens: Sequence[int], max_kl
         "n": estimate.n,
         "discordant": None,
         "verdict": verdict,
-        "reason": explain_kl(estimate, limit, verdict, needed),
+        "reason": explain_kl(estimate, limit, verdict, needed, alpha),
         "items_needed": needed,
     }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("quantkit", "torch", "transformers", "triton", "numpy", "scipy")
+PACKAGES = ("quantkit", "torch", "transformers", "triton", "numpy", "scipy", "lm_eval")
 
 
 @cache

@@ -131,6 +131,60 @@ class TokenScorer(Protocol):
         ...
 
 
+@runtime_checkable
+class TextModel(Protocol):
+    """A model that also takes prompts as they are, without its chat template: what lm-eval's tasks need.
+
+    Attributes:
+        tokenizer: of transformers' interface, with the chat template.
+        max_model_len: most tokens of a prompt and its continuation together.
+    """
+
+    tokenizer: Any
+    max_model_len: int
+
+    def token_logprobs(self, prompts: Sequence[Sequence[int]]) -> list[list[tuple[float, bool]]]:
+        """Of each prompt, the log-probability of every token but the first, and whether none is more likely."""
+        ...
+
+    def continue_prompts(
+        self, prompts: Sequence[Sequence[int]], sampling: Sequence[Mapping[str, Any]]
+    ) -> list[tuple[str, bool]]:
+        """The text that follows each prompt, and whether ``max_tokens`` cut it off.
+
+        Args:
+            prompts: token ids, used as they are.
+            sampling: of each prompt: ``max_tokens``, ``stop``, ``temperature`` and the like.
+        """
+        ...
+
+
+class LoadTarget(Protocol):
+    """A model that is asked token by token.
+
+    Attributes:
+        vocab_size: token ids are below it.
+    """
+
+    vocab_size: int
+
+    def describe(self) -> dict[str, Any]:
+        """See ``Model.describe``."""
+        ...
+
+    def submit(self, request_id: str, prompt: Sequence[int], new_tokens: int) -> None:
+        """Take a request that gets exactly so many tokens."""
+        ...
+
+    def step(self) -> list[tuple[str, bool]]:
+        """Compute; each request that got a token, and whether it was its last. Raises ModelOutputError: one failed."""
+        ...
+
+    def memory(self) -> tuple[int, float, int | None]:
+        """Bytes of the weights, bytes of the cache for each token, and bytes of the device's memory, if known."""
+        ...
+
+
 def check_generations(requests: Sequence[GenerationRequest], generations: Sequence[Generation]) -> None:
     """Refuse generations that are not those of the requests, in their order, each with a proper end.
 

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from quantkit_eval.record_types import Outcome, ThroughputBatch
 from quantkit_eval.statistics import ALPHA, Estimate, mcnemar_p
 
-SURE = f"with {100 * (1 - ALPHA):.0f} % confidence"
 METRIC_WORDS = {"exact": "exactly right", "schema_ok": "valid for their schema", "followed": "as they were told"}
+
+
+def sure(alpha: float) -> str:
+    """``with 95 % confidence``."""
+    return f"with {100 * (1 - alpha):.3g} % confidence"
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,14 @@ class PairedCounts:
 
 
 def explain_drop(
-    suite: str, metric: str, counts: PairedCounts, largest: float, margin: float, verdict: Outcome, needed: int | None
+    suite: str,
+    metric: str,
+    counts: PairedCounts,
+    largest: float,
+    margin: float,
+    verdict: Outcome,
+    needed: int | None,
+    alpha: float = ALPHA,
 ) -> str:
     """Of a gate on right answers. A loss that is proven is not yet one that is proven to be too large.
 
@@ -38,13 +49,14 @@ def explain_drop(
         margin: largest tolerable drop.
         verdict: of the gate.
         needed: items that would probably decide.
+        alpha: one-sided error of the bound.
     """
     if counts.n == 0:
         return f"No item of {suite} was evaluated, so nothing can be said about it."
     facts = _facts(suite, metric, counts)
     drop, limit = told_apart(max(0.0, 100 * largest), 100 * margin, 1), f"{100 * margin:g}"
     if verdict == "pass":
-        return f"{facts}; {SURE}, the loss is at most {drop} percentage points, and {limit} are allowed."
+        return f"{facts}; {sure(alpha)}, the loss is at most {drop} percentage points, and {limit} are allowed."
     beyond = f"may be as large as {drop} percentage points, where {limit} are allowed"
     if verdict == "fail":
         flips = f"{counts.regressed} got worse and {counts.improved} better, too one-sided to be chance"
@@ -70,15 +82,15 @@ def _facts(suite: str, metric: str, counts: PairedCounts) -> str:
     return f"Of {counts.n} {suite} answers, {_percent(before)} were {words} before and {_percent(after)} after"
 
 
-def explain_kl(estimate: Estimate, limit: float, verdict: Outcome, needed: int | None) -> str:
+def explain_kl(estimate: Estimate, limit: float, verdict: Outcome, needed: int | None, alpha: float = ALPHA) -> str:
     """Of a gate on the mean divergence, nats."""
     low, high = estimate.interval
     value = told_apart(estimate.value, limit, 3)
     facts = f"The predictions differ from the original's by {value} nats a token on average"
     if verdict == "pass":
-        return f"{facts}; {SURE}, by no more than {told_apart(high, limit, 3)}, and {limit:g} is allowed."
+        return f"{facts}; {sure(alpha)}, by no more than {told_apart(high, limit, 3)}, and {limit:g} is allowed."
     if verdict == "fail":
-        return f"{facts}; {SURE}, by more than {told_apart(low, limit, 3)}, and only {limit:g} is allowed."
+        return f"{facts}; {sure(alpha)}, by more than {told_apart(low, limit, 3)}, and only {limit:g} is allowed."
     if not math.isfinite(high):
         return f"{facts}, where {limit:g} is allowed, but so few windows give no interval: {needed} or more would."
     return f"{facts}, where {limit:g} is allowed, but so little text cannot tell: {_about(needed)} windows would."
@@ -93,9 +105,9 @@ def explain_throughput(
     requests = "one request" if size == 1 else f"{size} requests at once"
     facts = f"With {requests} the candidate writes {told_apart(ratio['value'], minimum, 2)} times as fast as before"
     if verdict == "pass":
-        return f"{facts}; {SURE}, at least {low} times, and {minimum:g} is asked for."
+        return f"{facts}; {sure(ALPHA)}, at least {low} times, and {minimum:g} is asked for."
     if verdict == "fail":
-        return f"{facts}; {SURE}, at most {high} times, and {minimum:g} is asked for."
+        return f"{facts}; {sure(ALPHA)}, at most {high} times, and {minimum:g} is asked for."
     if is_same_model:
         return f"{facts}, but both are the same model, so this is noise of the measurement and fails nothing."
     between = f" (between {low} and {high})" if ratio["interval"] else ""

@@ -100,6 +100,66 @@ class Throughput(TypedDict):
     batches: dict[str, ThroughputBatch]
 
 
+class Latency(TypedDict):
+    """Percentiles over all requests (or tokens) of all runs, in milliseconds."""
+
+    p50: float
+    p90: float
+    p99: float
+    n: int
+
+
+class LoadRuns(TypedDict):
+    """One model at one point: its rate in each turn, time to the first token, and time between tokens."""
+
+    tok_per_s: list[float]
+    ttft_ms: Latency
+    itl_ms: Latency
+
+
+class LoadPoint(TypedDict):
+    """All models under one load; ``ratios`` are the candidates' over the baseline's rate, none in the open loop."""
+
+    loop: Literal["closed", "open"]
+    context: int
+    batch: int | None
+    qps: float | None
+    runs: list[LoadRuns]
+    ratios: list[Ratio]
+
+
+class LoadMemory(TypedDict):
+    """What a model takes, and how many requests of each length of prompt fit into the device beside its weights."""
+
+    weight_bytes: int
+    kv_bytes_per_token: float
+    device_bytes: int | None
+    concurrency: dict[str, int | None]
+
+
+class Crossover(TypedDict):
+    """Where a candidate falls behind the baseline; see ``crossovers``."""
+
+    candidate: int
+    context: int
+    estimate: float | None
+    proven: int | None
+    fastest: int
+
+
+class Load(TypedDict):
+    """Speed of several models under load on one machine; the first one is the baseline."""
+
+    schema_version: int
+    created: str
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    models: list[Party]
+    memory: list[LoadMemory]
+    points: list[LoadPoint]
+    crossovers: list[Crossover]
+
+
 class Gate(TypedDict):
     """One judged number. ``value``, ``interval`` and ``limit`` belong together; see verdict.schema.json."""
 

@@ -1,4 +1,4 @@
-"""The files that evaluations leave behind and read: samples, result, throughput, verdict and comparison.
+"""The files that evaluations leave behind and read: samples, result, throughput, load, verdict and comparison.
 
 Each record is a plain dict with a type of ``record_types``; the JSON Schema in ``schemas/`` says what every key means.
 What is written validates, appears complete or not at all under its name, and what does not validate is not read.
@@ -18,15 +18,16 @@ from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
 from quantkit_eval.errors import RecordError
-from quantkit_eval.record_types import Comparison, Result, Sample, Throughput, Verdict
+from quantkit_eval.record_types import Comparison, Load, Result, Sample, Throughput, Verdict
 
 SCHEMA_VERSION = 1
 SAMPLES_FILE = "samples.jsonl"
 RESULT_FILE = "result.json"
 THROUGHPUT_FILE = "throughput.json"
+LOAD_FILE = "load.json"
 VERDICT_FILE = "verdict.json"
 
-Kind = Literal["sample", "result", "throughput", "verdict", "comparison"]
+Kind = Literal["sample", "result", "throughput", "load", "verdict", "comparison"]
 
 
 def utc_now() -> str:
@@ -113,6 +114,16 @@ def write_throughput(path: Path, throughput: Throughput) -> None:
 def read_throughput(path: Path) -> Throughput:
     """Read throughput.json. Raises RecordError if it is missing, no JSON or does not fit the schema."""
     return cast(Throughput, _read_document(path, "throughput"))
+
+
+def write_load(path: Path, load: Load) -> None:
+    """Write load.json. Raises RecordError if it does not fit the schema."""
+    _write_document(path, load, "load")
+
+
+def read_load(path: Path) -> Load:
+    """Read load.json. Raises RecordError if it is missing, no JSON or does not fit the schema."""
+    return cast(Load, _read_document(path, "load"))
 
 
 def write_verdict(path: Path, verdict: Verdict) -> None:

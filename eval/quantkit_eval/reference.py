@@ -74,7 +74,7 @@ class TokenDistributions:
         rest = others.logsumexp(dim=1)
         if top_k < vocab_size:
             generator = torch.Generator().manual_seed(seed)
-            share = (others - rest[:, None]).exp()
+            share = others.sub_(rest[:, None]).exp_()  # in place: each copy of [T, V] costs as much as the draws
             tail_ids = share.multinomial(tail_samples, replacement=True, generator=generator)
         else:
             tail_ids = ids[:, :0]

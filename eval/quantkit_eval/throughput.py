@@ -59,12 +59,13 @@ def measure_throughput(
     batches: dict[str, ThroughputBatch] = {}
     for batch_size in batch_sizes:
         name = f"decode_batch_{batch_size}"
-        requests = _requests(batch_size, new_tokens)
-        for _ in range(warmup_runs):
+        for turn in range(warmup_runs):
+            requests = _requests(batch_size, new_tokens, f"{name} warm-up {turn}")
             _tok_per_s(baseline, requests, clock)
             _tok_per_s(candidate, requests, clock)
         rates: tuple[list[float], list[float]] = ([], [])
         for pair in range(repeats):
+            requests = _requests(batch_size, new_tokens, f"{name} {pair}")
             rates[0].append(_tok_per_s(baseline, requests, clock))
             rates[1].append(_tok_per_s(candidate, requests, clock))
             if progress:
@@ -73,7 +74,13 @@ def measure_throughput(
     return {
         "schema_version": SCHEMA_VERSION,
         "created": utc_now(),
-        "settings": {"new_tokens": new_tokens, "repeats": repeats, "warmup_runs": warmup_runs, "order": "A B A B"},
+        "settings": {
+            "new_tokens": new_tokens,
+            "repeats": repeats,
+            "warmup_runs": warmup_runs,
+            "order": "A B A B",
+            "prompts": "no two alike but for the template",
+        },
         "machine": describe_machine(),
         "baseline": _party(baseline),
         "candidate": _party(candidate),
@@ -81,9 +88,9 @@ def measure_throughput(
     }
 
 
-def _requests(batch_size: int, new_tokens: int) -> list[GenerationRequest]:
-    """Different prompts of nearly one length, so that no two requests share more than the template."""
-    texts = [f"Write about {TOPICS[i % len(TOPICS)]}, part {i + 1}." for i in range(batch_size)]
+def _requests(batch_size: int, new_tokens: int, run: str) -> list[GenerationRequest]:
+    """Different prompts of nearly one length: no two of any run share more than the template in a prefix cache."""
+    texts = [f"{i + 1}, {run}: write about {TOPICS[i % len(TOPICS)]}." for i in range(batch_size)]
     return [
         GenerationRequest(f"{i:04d}", ({"role": "user", "content": text},), new_tokens, ignore_eos=True)
         for i, text in enumerate(texts)

@@ -19,6 +19,7 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--throughput", type=FILE, help="throughput.json of `quantkit bench`, if a gate asks for speed.")
 @click.option("--control", type=RECORDS, help="A second evaluation of the baseline's model, for the noise floor.")
 @click.option("-o", "--output", type=FILE, help="Also write the verdict (or the comparison of several) to this file.")
+@click.option("--html", type=FILE, help="Of several candidates: also write a page with the table and the front.")
 @json_option
 def compare_command(
     baseline: Path,
@@ -27,6 +28,7 @@ def compare_command(
     throughput: Path | None,
     control: Path | None,
     output: Path | None,
+    html: Path | None,
     as_json: bool,
 ) -> int:
     """Judge the records of one or more CANDIDATEs against those of BASELINE, folders that `quantkit eval` wrote.
@@ -35,25 +37,32 @@ def compare_command(
     prompts, template or sampling differ are refused. Several candidates are listed in one table; a throughput.json in a
     candidate's folder, or beside it, gives its speed.
 
+    BASELINE may be any folder of records that was kept, such as the last release's; its model is not needed.
+
     For `quantkit report`, write the verdict of one candidate as verdict.json into the folder that holds the two records
     as baseline/ and candidate/: compare run/baseline run/candidate -o run/verdict.json
     """
     if len(candidates) > 1 and throughput:
         raise click.UsageError("--throughput is of one candidate; put each throughput.json into its candidate's folder")
+    if html and len(candidates) == 1:
+        raise click.UsageError("--html is of several candidates; for one, `quantkit report` writes the page")
     from quantkit.recipe import load_recipe
     from quantkit_eval.records import check_writable
 
-    if output:
-        check_writable(output)
+    for path in filter(None, (output, html)):
+        check_writable(path)
     limits = load_recipe(recipe).gates.limits
     if len(candidates) == 1:
         return _judge_one(baseline, candidates[0], limits, throughput, control, output, as_json)
     from quantkit_eval.comparison import compare_several
-    from quantkit_eval.records import write_comparison
+    from quantkit_eval.records import write_atomically, write_comparison
+    from quantkit_eval.report.comparison_page import render_comparison
 
     comparison = compare_several(baseline, candidates, limits, control)
     if output:
         write_comparison(output, comparison)
+    if html:
+        write_atomically(html, render_comparison(comparison))
     emit(comparison, comparison_lines(comparison), as_json=as_json)
     return comparison["exit_code"]
 

@@ -9,6 +9,7 @@ import click
 
 from quantkit.cli.device import device_option
 from quantkit.cli.eval_server import open_server, refuse_server_options, server_options
+from quantkit.cli.eval_tasks import TASK_OPTIONS, add_tasks, task_options
 from quantkit.cli.output import emit, json_option, metric_lines
 from quantkit.cli.progress import Progress, show_progress
 from quantkit.cli.tables import power_lines
@@ -40,6 +41,7 @@ RECORDS = click.Path(file_okay=False, path_type=Path)
     type=click.FloatRange(0, 1, min_open=True),
     help="With --power: share of items that will flip either way.  [default: 0.05, 0.1 and 0.2]",
 )
+@task_options
 @server_options
 @device_option
 @json_option
@@ -57,20 +59,24 @@ def eval_command(
     discordance: float | None,
     device: "DeviceName",
     as_json: bool,
-    **server: Any,
+    **more: Any,
 ) -> None:
     """Run the suites on MODEL and keep the records.
 
     MODEL is a hub id, a folder, a checkpoint, a .gguf file, or the URL of a server with OpenAI's interface (vLLM,
     SGLang, llama.cpp, quantkit serve), such as http://127.0.0.1:8000/v1.
 
+    With --tasks, tasks of lm-eval (hellaswag, mmlu, your own) run through the same engine; their items enter `compare`
+    like any suite's.
+
     With --power nothing is run: for each suite of the recipe it says how large a drop its items can detect, how likely
     a candidate that lost nothing passes, and how many items that would take.
     """
     from quantkit.recipe import Gates, load_recipe
 
+    tasks = {name: more.pop(name) for name in TASK_OPTIONS}
     gates = load_recipe(recipe).gates if recipe else Gates()
-    suites: Mapping[str, Mapping[str, Any]] = gates.suite_options
+    suites: Mapping[str, Mapping[str, Any]] = add_tasks(gates.suite_options, tasks, is_alone=recipe is None)
     if constrained:
         from quantkit_eval.suites import with_constrained
 
@@ -90,14 +96,14 @@ def eval_command(
 
     check_evaluation(suites, output, reference)
     if not is_url(model):
-        refuse_server_options(server)
+        refuse_server_options(more)
     with show_progress() as progress:
         ask = partial(
             evaluate, suites=suites, seed=seed, out=output, reference=reference, progress=progress,
             batch_items=batch_items or BATCH_ITEMS, keep_answers=True, resume=resume,
         )  # fmt: skip
         if is_url(model):
-            result = ask(open_server(model, server))
+            result = ask(open_server(model, more))
         else:
             is_cached = not (no_cache or resume or reference or batch_items)
             result = _evaluate_here(model, ask, is_cached, device, progress)
@@ -123,14 +129,16 @@ def _evaluate_here(
     from quantkit.errors import EngineError
     from quantkit.evaluation_cache import CachedEvaluation
     from quantkit.gate import engine_config
-    from quantkit.serve import Engine, EngineModel
+    from quantkit.serve import Engine
     from quantkit.source import open_source
+    from quantkit.text_model import EngineTextModel
     from quantkit_eval.records import RESULT_FILE, read_result
 
     output: Path = ask.keywords["out"]
+    suites = ask.keywords["suites"]
     source = open_source(model)
-    served = EngineModel(Engine(source, engine_config(source, device)))
-    cached = CachedEvaluation(served.describe(), ask.keywords["suites"], ask.keywords["seed"])
+    served = EngineTextModel(Engine(source, engine_config(source, device, suites)))
+    cached = CachedEvaluation(served.describe(), suites, ask.keywords["seed"])
     if is_cached and cached.copy_to(output):
         progress(f"from the cache {cached.folder.parent}", 1, 1)
         return read_result(output / RESULT_FILE)

@@ -112,7 +112,7 @@ def test_a_result_comes_back_as_it_was_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "place", "words"),
     [
-        ({"metrics": {"nll": 1}}, "/metrics", "unexpected"),
+        ({"metrics": {"nll": 1}}, "/metrics", "'nll' does not match any of the regexes"),
         ({"finish_reason": "tired"}, "/finish_reason", "tired"),
         ({"extra": 1}, "/", "extra"),
         ({"prompt_hash": "abc"}, "/prompt_hash", "abc"),

@@ -30,11 +30,12 @@ def timed_model(fake_model: Callable[..., Any]) -> Callable[..., Any]:
         def __init__(self, name: str, clock: Clock, seconds: float, log: list[str], short: int = 0) -> None:
             super().__init__(name=name)
             self.clock, self.seconds, self.log, self.short = clock, seconds, log, short
+            self.prompts: list[str] = []
 
         def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
             self.log.append(f"{self.name}{len(requests)}")
             assert all(request.ignore_eos and request.temperature == 0 for request in requests)
-            assert len({request.messages[0]["content"] for request in requests}) == len(requests)
+            self.prompts += [request.messages[0]["content"] for request in requests]
             self.clock.seconds += self.seconds * sum(request.max_tokens for request in requests) * (1 + len(self.log))
             return [Generation(r.id, "", (0,) * (r.max_tokens - self.short), "length", "0" * 64, 1) for r in requests]
 
@@ -56,7 +57,11 @@ def test_models_take_turns_and_the_drift_cancels(tmp_path: Path, timed_model: Ca
     assert 1.5 < first["ratio"]["value"] < 2.0
     assert first["ratio"]["confidence"] == pytest.approx(0.9375)
     assert throughput["batches"]["decode_batch_3"]["batch_size"] == 3
-    assert throughput["settings"] == {"new_tokens": 8, "repeats": 5, "warmup_runs": 1, "order": "A B A B"}
+    settings = {"new_tokens": 8, "repeats": 5, "warmup_runs": 1, "order": "A B A B"}
+    assert throughput["settings"] == settings | {"prompts": "no two alike but for the template"}
+    for model in (a, b):
+        assert len(model.prompts) == len(set(model.prompts)) == 6 * (1 + 3)  # nothing that a prefix cache could have
+    assert a.prompts == b.prompts
     write_throughput(tmp_path / "throughput.json", throughput)
     assert read_throughput(tmp_path / "throughput.json") == throughput
 

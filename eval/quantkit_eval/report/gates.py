@@ -5,6 +5,7 @@ from typing import Literal
 from quantkit_eval.record_types import Gate, Outcome
 from quantkit_eval.report.quantities import MISSING, RATIO, SHARE, Unit, number, unit_named
 from quantkit_eval.suites import CONSTRAINED
+from quantkit_eval.suites.lm_eval_task import PREFIX
 
 OUTCOME_WORDS: dict[Outcome, str] = {"pass": "Pass", "fail": "Fail", "inconclusive": "Inconclusive"}
 SUBJECTS = {
@@ -63,6 +64,8 @@ def metric_words(metric: str) -> str:
     """A metric in plain words; an unknown one keeps its name without underscores."""
     if metric.startswith("decode_batch_"):
         return f"decoding at batch {metric.removeprefix('decode_batch_')}"
+    if metric.startswith(PREFIX):
+        return f"{metric.removeprefix(PREFIX)} of lm-eval"
     return METRICS.get(metric, metric.replace("_", " "))
 
 

@@ -17,6 +17,7 @@ from quantkit_eval.report.changes import change_rows, noise_line
 from quantkit_eval.report.flips import Flip, Side, flipped_items, shortened
 from quantkit_eval.report.gates import OUTCOME_WORDS
 from quantkit_eval.report.inputs import ReportInput
+from quantkit_eval.report.load_page import crossover_lines, load_plots
 from quantkit_eval.report.quantities import instant, number, shorten
 from quantkit_eval.report.wording import because, facts, headline
 
@@ -80,6 +81,8 @@ def _page(run: ReportInput, flips: Sequence[Flip]) -> dict[str, Any]:
         "suites": sorted({flip.suite for flip in flips}),
         "histograms": sections.histogram_plots(run),
         "throughput": sections.throughput_plot(run),
+        "load_lines": crossover_lines(run.load) if run.load else [],
+        "load_plots": load_plots(run.load) if run.load else [],
         "layers": sections.layer_section(run),
         "recipe": (run.checkpoint or {}).get("recipe"),
         "key_rows": provenance.key_rows(run),
@@ -92,7 +95,7 @@ def _page(run: ReportInput, flips: Sequence[Flip]) -> dict[str, Any]:
         ("gates", "Why", True),
         ("flipped", "Flipped items", True),
         ("distributions", "Distributions", page["histograms"]),
-        ("throughput", "Throughput", page["throughput"]),
+        ("throughput", "Throughput", page["throughput"] or page["load_plots"]),
         ("layers", "Layers", page["layers"]),
         ("provenance", "Recipe and provenance", True),
     ]

@@ -6,10 +6,18 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from quantkit_eval.comparability import Evaluation, check_measured_models
+from quantkit_eval.comparability import Evaluation, check_loaded_models, check_measured_models
 from quantkit_eval.errors import RecordError
-from quantkit_eval.record_types import Result, Sample, Throughput, Verdict
-from quantkit_eval.records import RESULT_FILE, THROUGHPUT_FILE, VERDICT_FILE, read_throughput, read_verdict
+from quantkit_eval.record_types import Load, Result, Sample, Throughput, Verdict
+from quantkit_eval.records import (
+    LOAD_FILE,
+    RESULT_FILE,
+    THROUGHPUT_FILE,
+    VERDICT_FILE,
+    read_load,
+    read_throughput,
+    read_verdict,
+)
 from quantkit_eval.report.quantities import shorten
 from quantkit_eval.report.visible import visible_record
 
@@ -28,6 +36,7 @@ class ReportInput:
         baseline_samples: its items.
         candidate_samples: the candidate's items.
         throughput: speed of both, or None if it was not measured.
+        load: speed of both (and perhaps others) under load, or None likewise.
         checkpoint: quantkit.json (recipe, layers, calibration, versions), or None if the candidate has none.
         weights_bytes: size of the checkpoint's safetensors files; None without a checkpoint folder.
     """
@@ -38,6 +47,7 @@ class ReportInput:
     baseline_samples: Sequence[Sample] = ()
     candidate_samples: Sequence[Sample] = ()
     throughput: Throughput | None = None
+    load: Load | None = None
     checkpoint: Mapping[str, Any] | None = None
     weights_bytes: int | None = None
 
@@ -50,7 +60,7 @@ def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_
     """Read the records of a run, if they belong together.
 
     Args:
-        records: folder with verdict.json, baseline/, candidate/ and perhaps throughput.json.
+        records: folder with verdict.json, baseline/, candidate/ and perhaps throughput.json and load.json.
         checkpoint: folder of the candidate, for its quantkit.json and the size of its weights. Without it, or if it
             has no quantkit.json (it came from elsewhere, or is the original), the report has no layers and no recipe.
         checkpoint_hash: of that folder, as ``Model.describe()`` gives it; it has to be the candidate's. None is for a
@@ -59,7 +69,7 @@ def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_
     Raises:
         RecordError: a record is missing, damaged or does not fit its schema, or the verdict or the checkpoint is not
             about these records.
-        IncomparableResults: the throughput is of other models.
+        IncomparableResults: the throughput or the load is of other models.
     """
     verdict = read_verdict(records / VERDICT_FILE)
     baseline, candidate = (_read_side(records, verdict, side) for side in ("baseline", "candidate"))
@@ -74,6 +84,9 @@ def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_
     throughput = read_throughput(speeds) if speeds.exists() else None
     if throughput:
         check_measured_models(throughput, baseline, candidate)
+    load = read_load(records / LOAD_FILE) if (records / LOAD_FILE).exists() else None
+    if load:
+        check_loaded_models(load, baseline, candidate)
     return ReportInput(
         verdict=verdict,
         baseline=baseline.result,
@@ -81,6 +94,7 @@ def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_
         baseline_samples=baseline.all_samples(),
         candidate_samples=candidate.all_samples(),
         throughput=throughput,
+        load=load,
         checkpoint=_read_checkpoint_record(checkpoint / CHECKPOINT_RECORD) if checkpoint else None,
         weights_bytes=_weights_bytes(checkpoint) if checkpoint else None,
     )

@@ -121,7 +121,8 @@ class Unit:
 
 SHARE = Unit(percent, points, lambda value: f"{signed(_trim(100 * value))}")
 RATIO = Unit(ratio, lambda value: signed(number(value)), lambda value: f"{TIMES}{number(value)}")
-_SHORT_UNITS = {"tok_per_s": "tok/s", "nats_per_token": "nats", "perplexity": ""}  # perplexity is a number of its own
+# A perplexity is a number of its own.
+_SHORT_UNITS = {"tok_per_s": "tok/s", "nats_per_token": "nats", "perplexity": "", "number": ""}
 
 
 def unit_named(name: str) -> Unit:

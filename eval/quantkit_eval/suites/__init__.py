@@ -27,7 +27,10 @@ SUITES = {  # name in a recipe -> "module:function"; imported on first use
 }
 CONSTRAINED = "+constrained"  # ends the name of a suite whose answers are forced into the form of each item
 CONSTRAINABLE = ("extract", "schema", "tools", "arith")  # what can be so; and a user's suite whose lines have a schema
-KINDS = {"file": "quantkit_eval.suites.file:run"}  # value of the option ``kind`` -> the same, under a name of its own
+KINDS = {  # value of the option ``kind`` -> the same, under a name of its own
+    "file": "quantkit_eval.suites.file:run",
+    "lm-eval": "quantkit_eval.suites.lm_eval_task:run",
+}
 BATCH_ITEMS = 64  # items handed to the model at once: enough for its batching, few enough for a progress bar
 
 Progress = Callable[[str, int, int], None]  # suite, items done, items in all
@@ -107,7 +110,7 @@ def load_suite(name: str, kind: str | None = None) -> Suite:
         raise OptionError(f"the name {name!r} of a suite of kind {kind!r} is taken", fix="Choose another name")
     if kind is not None and kind not in KINDS:
         raise OptionError(f"suite {name!r} is of unknown kind {kind!r}", fix=f"Choose from {', '.join(KINDS)}")
-    if is_constrained and kind is None and name not in CONSTRAINABLE:
+    if is_constrained and kind != "file" and name not in CONSTRAINABLE:
         raise OptionError(
             f"suite {name!r} asks for no JSON that could be enforced", fix=f"Choose from {', '.join(CONSTRAINABLE)}"
         )
@@ -127,7 +130,7 @@ def with_constrained(suites: Mapping[str, Mapping[str, Any]]) -> dict[str, Mappi
     found: dict[str, Mapping[str, Any]] = {}
     for name, options in suites.items():
         found[name] = options
-        if name in CONSTRAINABLE or "kind" in options:
+        if name in CONSTRAINABLE or options.get("kind") == "file":
             found[name.removesuffix(CONSTRAINED) + CONSTRAINED] = options
     if len(found) == len(suites):
         raise OptionError(
@@ -147,7 +150,7 @@ def parse_options(kind: type[Options], options: Mapping[str, Any], suite: str) -
         if name not in types:
             raise OptionError(f"suite {suite!r} has no option {name!r}", fix=f"Choose from {', '.join(types)}")
         expected = cast(Any, types[name])
-        if not isinstance(value, expected) or isinstance(value, bool):
+        if not isinstance(value, expected) or (isinstance(value, bool) and expected is not bool):
             words = getattr(expected, "__name__", str(expected))
             raise OptionError(f"option {name!r} of suite {suite!r} must be {words}, not {value!r}")
     try:

@@ -6,10 +6,11 @@ from typing import Any
 from quantkit_eval.suites import CONSTRAINED, load_suite, parse_options
 from quantkit_eval.suites.file import FileOptions, check_forms, chosen_items
 from quantkit_eval.suites.graded import GeneratedSuite
+from quantkit_eval.suites.lm_eval_task import check_task
 
 
 def count_items(name: str, options: Mapping[str, Any]) -> int | None:
-    """Items that a suite would ask; None if it has no right and wrong answers.
+    """Items that a suite would ask; None if it has no right and wrong answers, or nobody knows yet.
 
     Raises:
         OptionError: an unknown suite, wrong options, or a file of items that cannot be read.
@@ -20,4 +21,6 @@ def count_items(name: str, options: Mapping[str, Any]) -> int | None:
         if name.endswith(CONSTRAINED):
             check_forms(name, items)
         return len(items)
+    if options.get("kind") == "lm-eval":
+        return check_task(name, options).num_items or None  # what a whole task holds only lm-eval knows
     return suite.options(name, options).num_items if isinstance(suite, GeneratedSuite) else None

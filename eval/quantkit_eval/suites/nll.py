@@ -159,7 +159,7 @@ def _checked(log_probs: Tensor, num_tokens: int, window: int) -> Tensor:
             f"asked were log-probabilities [{num_tokens}, V] in float32"
         )
     log_probs = log_probs.cpu()
-    if not torch.isfinite(log_probs).all():
+    if not torch.isfinite(torch.stack(torch.aminmax(log_probs))).all():  # NaN and infinity are in one of the two
         raise ModelOutputError(
             f"window {window}: score gave NaN or infinite log-probabilities",
             fix="Its weights are damaged or overflow: quantize it again, or take another model",
