@@ -86,16 +86,26 @@ def check_target(plan: Plan, recipe: Recipe) -> None:
 
 def _choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, list[QuantScheme]], dict[str, list[int]], int]:
     """Units, the legal candidates of each, their bytes, and the bytes that all units may take."""
+    units, legal, sizes = legal_choices(plan, recipe)
+    if all(len(schemes) == 1 for schemes in legal.values()):
+        only = next(iter(legal.values()))[0]
+        raise RecipeError(f"quantization.candidates: only {only} is left for every layer, and the target has no choice")
+    return units, legal, sizes, _budget(plan, recipe.require_quantization(), units)
+
+
+def legal_choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, list[QuantScheme]], dict[str, list[int]]]:
+    """What an allocation chooses among: units, the legal candidates of each, and their bytes.
+
+    Raises:
+        RecipeError: overrides decide every layer, or no candidate of a unit is legal.
+    """
     quantization = recipe.require_quantization()
     fixed = overridden(quantization, plan.schemes)
     units = find_units(plan, [layer for layer in plan.layers if layer.name not in fixed])
     if not units:
-        raise RecipeError("quantization.overrides decide every layer, and the target has nothing to choose")
+        raise RecipeError("quantization.overrides decide every layer, and nothing is left to choose")
     legal = {unit.name: _legal(plan, unit, quantization) for unit in units}
-    if all(len(schemes) == 1 for schemes in legal.values()):
-        only = next(iter(legal.values()))[0]
-        raise RecipeError(f"quantization.candidates: only {only} is left for every layer, and the target has no choice")
-    return units, legal, _sizes(plan, recipe, units, legal), _budget(plan, quantization, units)
+    return units, legal, _sizes(plan, recipe, units, legal)
 
 
 def _legal(plan: Plan, unit: Unit, quantization: Quantization) -> list[QuantScheme]:

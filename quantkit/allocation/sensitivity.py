@@ -128,6 +128,8 @@ def measure_sensitivity(
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, list[list[float]]] = {unit.name: [] for unit in units}
     for number, ids in enumerate(token_ids):
+        for layer in observed.values():
+            layer.products = [0.0] * len(layer.errors)  # what stays of an expert that no token reaches
         _backward(plan, ids.unsqueeze(0), generator)
         for unit in units:
             products = torch.tensor([observed[name].products for name in unit.layers], dtype=torch.float64)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from quantkit.architectures import ARCHITECTURES
+from quantkit.formats.expert_names import experts_of
 from quantkit.plan import LayerPlan, Plan
 
 
@@ -11,7 +12,8 @@ class Unit:
     """Layers of one decoder block that share a scheme.
 
     Attributes:
-        name: of its first layer; a unit of several is called after all of them, such as ``...self_attn.q+k+v_proj``.
+        name: of its first layer; a unit of several is called after all of them, such as ``...self_attn.q+k+v_proj``,
+            and the experts of a layer after their module.
         layers: names in the model.
         num_weights: of all its layers.
     """
@@ -42,9 +44,12 @@ def find_units(plan: Plan, layers: list[LayerPlan]) -> list[Unit]:
             names = tuple(f"{prefix}{part}" for part in parts if f"{prefix}{part}" in by_name)
             if layer.name in names:
                 members = names
+        experts = experts_of(layer.name)
+        if experts is not None:
+            members = tuple(name for name in by_name if experts_of(name) == experts)
         taken.update(members)
         weights = sum(by_name[name].shape[0] * by_name[name].shape[1] for name in members)
-        units.append(Unit(_unit_name(members), members, weights))
+        units.append(Unit(experts or _unit_name(members), members, weights))
     return units
 
 

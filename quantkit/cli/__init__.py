@@ -13,6 +13,7 @@ from quantkit.cli.group import LazyGroup
 VERBS = {  # in the order of the help page; "module:command"
     "run": "quantkit.cli.run:run_command",
     "quantize": "quantkit.cli.quantize:quantize_command",
+    "search": "quantkit.cli.search:search_command",
     "verify": "quantkit.cli.verify:verify_command",
     "inspect": "quantkit.cli.inspect:inspect_command",
     "plan": "quantkit.cli.plan:plan_command",

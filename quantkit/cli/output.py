@@ -17,6 +17,12 @@ def json_option(command: Command) -> Command:
     return click.option("--json", "as_json", is_flag=True, help=text)(command)
 
 
+def note_search(recipe: Any) -> None:
+    """Say on stderr that a recipe's ``search`` is not what this command acts on."""
+    if recipe.search is not None:
+        click.echo("quantkit: note: `search` is for `quantkit search`; this uses `quantization` as it is", err=True)
+
+
 def emit(document: Mapping[str, Any] | Sequence[Any], lines: Iterable[str], *, as_json: bool) -> None:
     """Write the result to stdout.
 

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.output import emit, json_option, table
+from quantkit.cli.sensitivity import refuse_sensitivity_options, sensitivity_options, show_sensitivity
 
 if TYPE_CHECKING:
     from quantkit.capacity.devices import Device
@@ -36,9 +37,13 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.option("--write-recipe", type=FILE, help="Write the best recommended recipe that can be written today.")
 @click.option("--trace", type=FILE, help="Replay a log of requests (JSON lines) through the engine's scheduler.")
 @click.option("--html", type=FILE, help="Also write an HTML page with plots.")
+@sensitivity_options
 @json_option
 def plan_command(
     model: str | None,
+    sensitivity: bool,
+    recipe: str | None,
+    plot: Path | None,
     gpus: str | None,
     device: str | None,
     tp: int | None,
@@ -53,7 +58,13 @@ def plan_command(
     """Plan the capacity for MODEL from its configuration: memory, what fits, speed, recipes. No weight is read.
 
     MODEL is a hub id, a folder, a .gguf file or a config.json; with --check it may come from the recipe.
+
+    With --sensitivity weights are read, and calibration windows run through the model: minutes, not seconds.
     """
+    if sensitivity:
+        show_sensitivity(model, recipe, plot, as_json=as_json)
+        return
+    refuse_sensitivity_options(recipe, plot)
     from quantkit.capacity.fit import Demand
     from quantkit.capacity.kv_footprint import kv_dtype_named
     from quantkit.capacity.plan_text import plan_lines
@@ -61,8 +72,8 @@ def plan_command(
     from quantkit.capacity.read_facts import read_facts
     from quantkit.errors import UsageError
 
-    recipe = _recipe(check)
-    name = model if model is not None else recipe.require_model() if recipe is not None else None
+    checked = _recipe(check)
+    name = model if model is not None else checked.require_model() if checked is not None else None
     if name is None:
         raise UsageError("no model", fix="Give MODEL, or --check RECIPE with a model in it")
     workload = _workload(workload_options)
@@ -73,8 +84,8 @@ def plan_command(
     devices = _devices(gpus, device, facts)
     demand = Demand(workload.context_p50, workload.context_p99, workload.concurrency, tp or 1)
     plan = make_capacity_plan(facts, devices, workload, demand, dtype, name)
-    if recipe is not None:
-        plan.extra["findings"] = _findings(recipe, plan, tp)
+    if checked is not None:
+        plan.extra["findings"] = _findings(checked, plan, tp)
     if trace is not None:
         plan.extra["trace"] = [_replay(plan, found, trace) for found in plan.devices]
     if write_recipe is not None:

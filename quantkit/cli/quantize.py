@@ -1,16 +1,18 @@
 """``quantkit quantize``."""
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from collections import Counter
+from typing import TYPE_CHECKING
 
 import click
 
-from quantkit.cli.output import emit, json_option, size, table
+from quantkit.cli.output import emit, json_option, note_search, size, table
 from quantkit.cli.progress import show_progress
+from quantkit.formats.expert_names import join_names
 
 if TYPE_CHECKING:
+    from quantkit.gguf_files import GgufFile
     from quantkit.plan import Plan
+    from quantkit.recipe import Recipe
 
 
 @click.command("quantize")
@@ -25,36 +27,75 @@ if TYPE_CHECKING:
 def quantize_command(
     recipe: str, model: str | None, dry_run: bool, overwrite: bool, resume: bool, as_json: bool
 ) -> None:
-    """Quantize MODEL and write the checkpoint that the recipe's `outputs` names.
+    """Quantize MODEL and write the checkpoints and GGUF files that the recipe's `outputs` name.
 
     MODEL is a hub id, a folder or a .gguf file and wins over the recipe's own.
     """
     from quantkit.recipe import load_recipe
 
     loaded = load_recipe(recipe).with_model(model)
-    loaded.require_quantization()
+    loaded.require_outputs()
     loaded.require_model()
+    note_search(loaded)
     if dry_run:
-        from quantkit.plan import make_plan
-
-        plan = make_plan(loaded)
-        if loaded.require_quantization().has_target:
-            from quantkit.allocation.allocate import check_target
-
-            check_target(plan, loaded)
-        emit(plan.to_dict(), _plan_lines(plan), as_json=as_json)
+        _show_plan(loaded, as_json=as_json)
         return
     from quantkit.pipeline import quantize_model
 
     with show_progress() as progress:
         manifest = quantize_model(loaded, overwrite=overwrite, resume=resume, progress=progress)
-    emit(manifest, _summary(manifest, [output.path for output in loaded.outputs]), as_json=as_json)
+    emit(manifest, _summary(loaded), as_json=as_json)
 
 
-def _summary(manifest: Mapping[str, Any], folders: Sequence[Path]) -> list[str]:
-    layers = manifest["layers"]
-    before, after = (size(sum(layer[key] for layer in layers)) for key in ("bytes_before", "bytes_after"))
-    return [f"{', '.join(map(str, folders))}: {len(layers)} layers in {manifest['seconds']:.0f} s, {before} -> {after}"]
+def _show_plan(recipe: "Recipe", *, as_json: bool) -> None:
+    from quantkit.gguf_files import gguf_only_notes, plan_gguf_files
+    from quantkit.source import open_source
+
+    source = open_source(recipe.require_model())
+    files = plan_gguf_files(recipe, source)
+    lines = gguf_only_notes(recipe)
+    document: dict[str, object] = {"model": source.name, "notes": lines}
+    if recipe.checkpoints:
+        from quantkit.allocation.allocate import check_target
+        from quantkit.plan import make_plan
+
+        plan = make_plan(recipe, source)
+        if recipe.require_quantization().has_target:
+            check_target(plan, recipe)
+        document, lines = plan.to_dict(), _plan_lines(plan)
+    if files:
+        document["gguf_files"] = [file.to_dict() for file in files]
+    emit(document, [*lines, *(line for file in files for line in _file_lines(file))], as_json=as_json)
+
+
+def _summary(recipe: "Recipe") -> list[str]:
+    from quantkit.manifest import read_manifest
+
+    lines = []
+    if recipe.checkpoints:
+        manifest = read_manifest(recipe.checkpoints[0].path) or {}
+        layers = manifest["layers"]
+        before, after = (size(sum(layer[key] for layer in layers)) for key in ("bytes_before", "bytes_after"))
+        folders = ", ".join(str(output.path) for output in recipe.checkpoints)
+        lines.append(f"{folders}: {len(layers)} layers in {manifest['seconds']:.0f} s, {before} -> {after}")
+    for output in recipe.gguf_files:
+        record = (read_manifest(output.path) or {})["gguf"]
+        total = size(sum(file["bytes"] for file in record["files"]))
+        bits = f"{record['bits_per_weight']:.3f} bits a weight"
+        lines.append(f"{output.path}: {record['file_type']} in {record['seconds']:.0f} s, {total}, {bits}")
+        lines += [f"note: {note}" for note in record["notes"]]
+    return lines
+
+
+def _file_lines(file: "GgufFile") -> list[str]:
+    types = ", ".join(f"{count} {name}" for name, count in Counter(file.plan.types.values()).items())
+    output = file.output
+    chosen = f"; types will be chosen for {output.target_bpw} bits a weight" if output.target_bpw is not None else ""
+    bits = file.plan.bits_per_weight
+    return [
+        f"gguf file {output.path}: {output.type}, {size(file.plan.num_bytes)}, {bits:.3f} bits a weight{chosen}",
+        types,
+    ]
 
 
 def _plan_lines(plan: "Plan") -> list[str]:
@@ -65,7 +106,7 @@ def _plan_lines(plan: "Plan") -> list[str]:
     return [
         *table(rows, header=("layer", "shape", "scheme", "bytes before", "bytes after")),
         f"{len(plan.layers)} layers at {plan.bits_per_weight:.3f} bits a weight",
-        f"linear layers that stay as they are: {', '.join(plan.ignored) or 'none'}",
+        f"linear layers that stay as they are: {', '.join(join_names(plan.ignored)) or 'none'}",
         *(
             f"{entry.format.name} checkpoint {entry.output.path}: {size(plan.bytes_before)} -> {size(entry.nbytes)}"
             for entry in plan.outputs

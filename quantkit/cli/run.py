@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 import click
 
 from quantkit.cli.device import device_option
-from quantkit.cli.output import emit, json_option, verdict_lines
+from quantkit.cli.output import emit, json_option, note_search, verdict_lines
 from quantkit.cli.progress import show_progress
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ def run_command(
 
     loaded = load_recipe(recipe).with_model(model)
     loaded.require_model()
+    note_search(loaded)
     from quantkit import gate
 
     with show_progress() as progress:

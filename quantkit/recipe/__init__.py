@@ -18,13 +18,16 @@ from quantkit.recipe.document import parse_document
 from quantkit.recipe.explain import did_you_mean, explain
 from quantkit.recipe.gates import Gates, Report
 from quantkit.recipe.model import Recipe
-from quantkit.recipe.output import Output
+from quantkit.recipe.output import CheckpointOutput, GgufOutput, Output
 from quantkit.recipe.quantization import Gptq, Override, Quantization, Rtn, SchemeChoice
+from quantkit.recipe.variants import check_candidates
 
 __all__ = [
     "Calibration",
+    "CheckpointOutput",
     "DatasetSource",
     "Gates",
+    "GgufOutput",
     "Gptq",
     "JsonlSource",
     "Output",
@@ -93,6 +96,7 @@ def parse_recipe(text: str, *, origin: str = "<recipe>") -> Recipe:
         recipe = Recipe.model_validate(document.data)
     except ValidationError as error:
         raise explain(error, document) from error
+    check_candidates(recipe, document)
     recipe._text = text
     recipe._sha256 = hashlib.sha256(text.encode()).hexdigest()
     return recipe

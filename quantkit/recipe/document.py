@@ -5,6 +5,7 @@ and what would hide a mistake is refused: duplicate keys, keys without a value, 
 """
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,6 +69,19 @@ _Loader.add_implicit_resolver("int", _INT, list("-+0123456789"))
 _Loader.add_implicit_resolver("float", _FLOAT, list("-+0123456789."))
 
 
+class _Dumper(yaml.SafeDumper):
+    """Quotes what the loader would not read as text, and writes everything out: a recipe may hold no anchors."""
+
+    yaml_implicit_resolvers = {  # noqa: RUF012 - PyYAML's own class attribute
+        first: [(f"tag:yaml.org,2002:{tag}", pattern) for tag, pattern in resolvers]
+        for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+    }
+
+    def ignore_aliases(self, data: Any) -> bool:
+        """Write the same value twice if it stands twice."""
+        return True
+
+
 def parse_document(text: str, origin: str) -> Document:
     """Read one YAML mapping.
 
@@ -85,6 +99,11 @@ def parse_document(text: str, origin: str) -> Document:
     root = _compose(text, origin)
     document.data.update(_convert(root, (), document))
     return document
+
+
+def write_document(data: Mapping[str, Any]) -> str:
+    """The YAML that :func:`parse_document` reads as this data."""
+    return yaml.dump(dict(data), Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=1000)
 
 
 def _compose(text: str, origin: str) -> yaml.MappingNode:

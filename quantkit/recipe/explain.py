@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from quantkit.errors import RecipeError
-from quantkit.recipe import calibration, gates, model, output, quantization, transforms, tuning
+from quantkit.recipe import calibration, gates, model, output, quantization, search, transforms, tuning
 from quantkit.recipe.document import Document, KeyPath, Position, key_path
 from quantkit.scheme import PRESETS
 
@@ -17,7 +17,7 @@ from quantkit.scheme import PRESETS
 def _by_tag(place: str, union: Any, tag: str) -> dict[str, type[BaseModel]]:
     """The members of a union of sections, by place and the value of the key that chooses."""
     members: tuple[type[BaseModel], ...] = get_args(get_args(union)[0])
-    return {f"{place}.{get_args(member.model_fields[tag].annotation)[0]}": member for member in members}
+    return {f"{place}.{value}": member for member in members for value in get_args(member.model_fields[tag].annotation)}
 
 
 # The model behind each mapping of the file; the last word is the tag where another key of the mapping chooses.
@@ -31,15 +31,23 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "quantization.overrides[].scheme": quantization.Scheme,
     "quantization.candidates[]": quantization.Candidate,
     "quantization.candidates[].scheme": quantization.Scheme,
+    "quantization.experts": quantization.Experts,
     "quantization.tuning": tuning.Tuning,
     **_by_tag("quantization.tuning.sources[]", calibration.Source, "kind"),
     **_by_tag("quantization.algorithm", quantization.Algorithm, "name"),
     **_by_tag("quantization.transforms[]", transforms.Transform, "name"),
-    "outputs[]": output.Output,
+    **_by_tag("outputs[]", output.Output, "format"),
+    "outputs[].overrides[]": output.GgufOverride,
     "gates": gates.Gates,
     "gates.suites[].file": gates.FileSuite,
     "gates.suites[].constrained": gates.ConstrainedSuite,
+    "gates.suites[].lm-eval": gates.LmEvalSuite,
     "report": gates.Report,
+    "search": search.Search,
+    "search.candidates[]": search.SearchCandidate,
+    "search.budget": search.Budget,
+    "search.screening": search.Screening,
+    "search.certification": search.Certification,
 }
 _EXPECTED = {  # pydantic's error type -> what must stand there; what was found is added
     "int_type": "must be a whole number",
@@ -108,7 +116,7 @@ def _split_tag(loc: Sequence[str | int]) -> tuple[KeyPath, str | None]:
     tag: str | None = None
     for part in loc:
         is_tag = path[-1:] == ["algorithm"] or (
-            len(path) > 2 and path[-2] in ("sources", "suites", "transforms") and tag is None
+            len(path) > 1 and path[-2] in ("sources", "suites", "transforms", "outputs") and tag is None
         )
         if is_tag and tag is None and isinstance(part, str):
             tag = part
@@ -122,10 +130,9 @@ def _pattern(path: KeyPath) -> str:
 
 
 def _unknown_key(document: Document, path: KeyPath, tag: str | None) -> Problem:
-    if _pattern(path) in model.NOT_YET_KEYS:
-        return _not_yet(document, path)
     section = _pattern(path[:-1])
-    allowed = _keys(f"{section}.{tag}" if tag else section)
+    tagged = f"{section}.{tag}"
+    allowed = _keys(tagged if tagged in SECTIONS else section)
     hint = did_you_mean(path[-1], allowed)
     if not hint:
         homes = [name for name in SECTIONS if path[-1] in _keys(name) and name != section]
@@ -135,9 +142,8 @@ def _unknown_key(document: Document, path: KeyPath, tag: str | None) -> Problem:
 
 
 def _keys(section: str) -> list[str]:
-    """The keys of a mapping that do something."""
-    names = [field.alias or name for name, field in SECTIONS[section].model_fields.items()]
-    return [name for name in names if f"{section}.{name}".removeprefix(".") not in model.NOT_YET_KEYS]
+    """The keys of a mapping."""
+    return [field.alias or name for name, field in SECTIONS[section].model_fields.items()]
 
 
 def _wrong_choice(document: Document, path: KeyPath, kind: str, found: Any, context: dict[str, Any]) -> Problem:
@@ -149,7 +155,8 @@ def _wrong_choice(document: Document, path: KeyPath, kind: str, found: Any, cont
         allowed = re.split(r", | or ", context["expected"].replace("'", "").replace("True", "true"))
     else:
         path = (*path, context["discriminator"].strip("'"))
-        allowed = [key.rpartition(".")[2] for key in SECTIONS if key.startswith(f"{_pattern(path[:-1])}.")]
+        members = [key for key in SECTIONS if key.startswith(f"{_pattern(path[:-1])}.") and not key.endswith("[]")]
+        allowed = [key.rpartition(".")[2] for key in members]
     if kind == "union_tag_not_found":
         return document.position(path[:-1]), f"{key_path(path)}: missing; allowed: {', '.join(allowed)}"
     found = context.get("tag", found)
@@ -176,7 +183,7 @@ def _example(path: KeyPath) -> str:
         "quantization.scheme": f"one of {', '.join(PRESETS)}",
         "quantization.algorithm": "{name: gptq} or {name: rtn}",
         "quantization.overrides[].scheme": f"one of {', '.join(PRESETS)}, {quantization.KEEP}",
-        "outputs[].format": "one of compressed-tensors, gptq, awq",
+        "outputs[].format": "one of compressed-tensors, gptq, awq, gguf",
     }
     example = examples.get(_pattern(path))
     return f"; {example}" if example else ""

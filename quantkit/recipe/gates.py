@@ -42,7 +42,28 @@ class ConstrainedSuite(Section):
     constrained: Literal[True]
 
 
+class LmEvalSuite(Section):
+    """A task or group of lm-eval; `quantkit_eval.suites.lm_eval_task` says what the keys mean."""
+
+    kind: Literal["lm-eval"]
+    task: Text
+    name: Text | None = None
+    num_fewshot: Annotated[int, Field(ge=0)] | None = None
+    chat_template: bool = False
+    metric: Text | None = None
+    include_path: PathText | None = None
+
+    @field_validator("task", "name")
+    @classmethod
+    def _free(cls, name: str | None) -> str | None:
+        if name in TAKEN_NAMES or (name or "").endswith(CONSTRAINED):
+            raise fault(f"{name!r} is the name of a built-in suite or of a measurement; choose another name")
+        return name
+
+
 def _kind(suite: Any) -> str:
+    if isinstance(suite, LmEvalSuite) or (isinstance(suite, dict) and suite.get("kind") == "lm-eval"):
+        return "lm-eval"
     if isinstance(suite, dict):
         return "constrained" if "constrained" in suite and not suite.keys() & {"kind", "path"} else "file"
     if isinstance(suite, FileSuite):
@@ -53,9 +74,19 @@ def _kind(suite: Any) -> str:
 Suite = Annotated[
     Annotated[BuiltinSuite, Tag("name")]
     | Annotated[FileSuite, Tag("file")]
-    | Annotated[ConstrainedSuite, Tag("constrained")],
+    | Annotated[ConstrainedSuite, Tag("constrained")]
+    | Annotated[LmEvalSuite, Tag("lm-eval")],
     Discriminator(_kind),
 ]
+
+
+def _name(suite: Any) -> str:
+    """The name of a suite in the records."""
+    if isinstance(suite, str):
+        return suite
+    if isinstance(suite, LmEvalSuite):
+        return suite.name or suite.task
+    return str(suite.name) + CONSTRAINED * suite.constrained
 
 
 class Gates(Section):
@@ -87,11 +118,14 @@ class Gates(Section):
         return self
 
     @property
+    def judges_quality(self) -> bool:
+        """Whether a limit on right answers or on divergence is set."""
+        return bool(self.max_drop_pp) or self.max_kl_mean_nats is not None
+
+    @property
     def suite_names(self) -> tuple[str, ...]:
         """The suites by name, in the order of the recipe; the name of a constrained one says so."""
-        return tuple(
-            suite if isinstance(suite, str) else suite.name + CONSTRAINED * suite.constrained for suite in self.suites
-        )
+        return tuple(map(_name, self.suites))
 
     @property
     def suite_options(self) -> dict[str, dict[str, Any]]:
@@ -101,6 +135,8 @@ class Gates(Section):
             options[name] = {}
             if isinstance(suite, FileSuite):
                 options[name] = suite.model_dump(exclude={"name", "constrained"})
+            elif isinstance(suite, LmEvalSuite):
+                options[name] = suite.model_dump(exclude={"name"}, exclude_none=True)
             if name in self.num_items:
                 options[name]["max_windows" if name == "nll" else "num_items"] = self.num_items[name]
         return options

@@ -1,7 +1,7 @@
 """What a recipe may say, as frozen pydantic models; the field names are the keys of the file.
 
-A key of the recipe's full contract that is not built yet is listed in ``NOT_YET_KEYS`` or ``NOT_YET_VALUES``: it is
-recognised and refused, never ignored. Building it means taking it off the list.
+A value of the recipe's full contract that is not built yet is listed in ``NOT_YET_VALUES``: it is recognised and
+refused, never ignored. Building it means taking it off the list.
 """
 
 from pathlib import Path
@@ -15,23 +15,18 @@ from quantkit.formats.holds import why_not
 from quantkit.recipe.calibration import Calibration
 from quantkit.recipe.document import KeyPath
 from quantkit.recipe.gates import Gates, Report
-from quantkit.recipe.output import Output
+from quantkit.recipe.output import CheckpointOutput, GgufOutput, Output
 from quantkit.recipe.quantization import Quantization
+from quantkit.recipe.search import Search
 from quantkit.recipe.section import Section, Text, Unordered, fault
 from quantkit.scheme import GROUP_SIZES, QuantScheme
 
-# Key paths with [] for any index. The contract has them, quantkit does not yet.
-NOT_YET_KEYS = frozenset(
-    {
-        "outputs[].type",
-    }
-)
+# By key path, with [] for any index. The contract has them, quantkit does not yet.
 NOT_YET_VALUES: dict[str, frozenset[Any]] = {
     "quantization.scheme": frozenset({"FP8_DYNAMIC", "NVFP4"}),
     "quantization.scheme.num_bits": frozenset({2, 3, 5, 6}),
     "quantization.overrides[].scheme": frozenset({"FP8_DYNAMIC", "NVFP4"}),
     "quantization.overrides[].scheme.num_bits": frozenset({2, 3, 5, 6}),
-    "outputs[].format": frozenset({"gguf"}),
 }
 
 
@@ -45,7 +40,8 @@ def _whole_number(value: Any) -> Any:
 class Recipe(Section):
     """One model, how to quantize it, and what it must still be able to do.
 
-    Without ``quantization`` the model is compared with itself (an A/A run): nothing is written but records and reports.
+    GGUF files say by their own ``type`` how they are quantized, and need no ``quantization``. Without it and without
+    outputs the model is compared with itself (an A/A run): nothing is written but records and reports.
     """
 
     version: Annotated[Literal[1], BeforeValidator(_whole_number)]
@@ -55,6 +51,7 @@ class Recipe(Section):
     outputs: Annotated[tuple[Output, ...], Unordered] = ()
     gates: Gates = Gates()
     report: Report = Report()
+    search: Search | None = None
     _text: str = PrivateAttr("")
     _sha256: str = PrivateAttr("")
     _path: Path | None = PrivateAttr(None)
@@ -62,9 +59,7 @@ class Recipe(Section):
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
         if self.quantization is None:
-            for key in ("calibration", "outputs"):
-                if getattr(self, key):
-                    raise fault("without quantization the model is compared with itself, and this has no meaning", key)
+            self._check_without_quantization()
         else:
             if not self.outputs:
                 raise fault("missing; write [{format: compressed-tensors, path: FOLDER}]", "outputs")
@@ -72,6 +67,12 @@ class Recipe(Section):
             if user is not None and self.calibration is None:
                 raise fault(f"missing; {user} needs it", "calibration")
             self._check_schemes(self.quantization)
+        if self.search is not None:
+            self._check_search(self.search)
+        for number, output in enumerate(self.outputs):
+            user = output.needs_calibration if isinstance(output, GgufOutput) else None
+            if user is not None and self.calibration is None:
+                raise fault("needs a `calibration` section, and there is none", "outputs", number, user)
         taken: dict[Path, KeyPath] = {}
         for number, output in enumerate(self.outputs):
             if any(output.path == path or output.path in path.parents or path in output.path.parents for path in taken):
@@ -85,8 +86,36 @@ class Recipe(Section):
             taken[path] = ("report", key)
         return self
 
+    def _check_without_quantization(self) -> None:
+        if self.checkpoints:
+            number = self.outputs.index(self.checkpoints[0])
+            raise fault("a checkpoint needs `quantization`, and there is none", "outputs", number, "format")
+        if self.calibration is not None and not self.outputs:
+            raise fault(
+                "without quantization and outputs the model is compared with itself, and this has no meaning",
+                "calibration",
+            )
+
+    def _check_search(self, search: Search) -> None:
+        """There is something to decide by, and numbers of items are of suites that are run."""
+        if not self.checkpoints or self.quantization is None:
+            raise fault("a search needs `quantization`, and a checkpoint among the outputs", "search")
+        if not self.gates.judges_quality:
+            raise fault("missing; a search ends when gates pass: give max_drop_pp or max_kl_mean_nats", "gates")
+        for key in ("screening", "certification"):
+            for suite in getattr(search, key).num_items:
+                if suite not in self.gates.suite_names:
+                    raise fault(
+                        f"the suite {suite} is not in gates.suites ({', '.join(self.gates.suite_names)})",
+                        *("search", key, "num_items", suite),
+                    )
+
     def _check_schemes(self, quantization: Quantization) -> None:
         """Every output can hold every scheme, and static inputs have data to find their scales with."""
+        for output in self.checkpoints if quantization.kv_cache is not None else ():
+            if output.format != "compressed-tensors":
+                number = self.outputs.index(output)
+                raise fault(f"{output.format} holds no scales of keys and values", "outputs", number, "format")
         schemes: list[QuantScheme] = []
         for place, choice in quantization.choices.items():
             group_size = GROUP_SIZES[0] if choice.group_size == "auto" else choice.group_size
@@ -95,8 +124,8 @@ class Recipe(Section):
             if inputs is not None and not inputs.dynamic and self.calibration is None:
                 where = ("quantization", *place, "scheme")
                 raise fault("static input scales are found by calibration, and there is no `calibration`", *where)
-            for number, output in enumerate(self.outputs):
-                reason = why_not(output.format, schemes[-1])
+            for number, held_in in enumerate(self.outputs):
+                reason = why_not(held_in.format, schemes[-1]) if isinstance(held_in, CheckpointOutput) else None
                 if reason is not None:
                     raise fault(reason, "outputs", number, "format")
 
@@ -117,12 +146,31 @@ class Recipe(Section):
 
     @property
     def is_self_comparison(self) -> bool:
-        """Whether this is an A/A run: no quantization, the model against itself."""
-        return self.quantization is None
+        """Whether this is an A/A run: no quantization and no outputs, the model against itself."""
+        return self.quantization is None and not self.outputs
+
+    @property
+    def checkpoints(self) -> tuple[CheckpointOutput, ...]:
+        """The outputs that hold what ``quantization`` makes."""
+        return tuple(output for output in self.outputs if isinstance(output, CheckpointOutput))
+
+    @property
+    def gguf_files(self) -> tuple[GgufOutput, ...]:
+        """The outputs that are quantized from the original weights by types of their own."""
+        return tuple(output for output in self.outputs if isinstance(output, GgufOutput))
 
     def with_model(self, model: str | None) -> "Recipe":
         """The same recipe for another model; None keeps the recipe's own."""
         return self if model is None else self.model_copy(update={"model": model})
+
+    def require_outputs(self) -> None:
+        """Nothing, if there is something to write.
+
+        Raises:
+            RecipeError: this is an A/A recipe, which writes no model.
+        """
+        if not self.outputs:
+            self.require_quantization()
 
     def require_quantization(self) -> Quantization:
         """The part on quantization.
@@ -133,6 +181,16 @@ class Recipe(Section):
         if self.quantization is None:
             raise RecipeError("the recipe has no `quantization`", fix="Only `quantkit run` has a use for it")
         return self.quantization
+
+    def require_search(self) -> Search:
+        """The part on the search.
+
+        Raises:
+            RecipeError: there is none.
+        """
+        if self.search is None:
+            raise RecipeError("the recipe has no `search`", fix="Add `search: {}` to try what is made from its scheme")
+        return self.search
 
     def require_model(self) -> str:
         """The model's name.

@@ -57,6 +57,15 @@ class Rtn(Section):
     search: bool = False
 
 
+class TargetCorrection(Section):
+    """Aim at the outputs of the original model's stream, ``alpha`` of the way. It runs beside: time about doubles."""
+
+    alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
+    damping: Annotated[float, Field(gt=0)] = 1.0
+    skip: Annotated[tuple[Annotated[Text, AfterValidator(_pattern)], ...], Unordered] = ("down_proj",)
+    apply: Literal["always", "auto"] = "auto"
+
+
 class Gptq(Section):
     """GPTQ: second-order rounding, from the inputs of each layer."""
 
@@ -65,6 +74,7 @@ class Gptq(Section):
     scale_search: Literal["auto", "diagonal", "pivot"] = "diagonal"
     scale_refit: bool = True
     block_size: Positive = 128
+    target_correction: TargetCorrection | None = None
 
 
 Algorithm = Annotated[Rtn | Gptq, Field(discriminator="name")]
@@ -153,6 +163,42 @@ class Candidate(SchemeChoice):
     given_scheme: Annotated[Scheme, BeforeValidator(_preset)] = Field(alias="scheme")
 
 
+class Experts(Section):
+    """Which tokens calibrate the experts of a mixture model.
+
+    ``routed``: those that the router sends to each, and the run stops at an expert with fewer than ``min_tokens``
+    (without it: as many as it has input columns). ``all_tokens``: all of them for every expert; what a block computes
+    is the same.
+    """
+
+    calibrate: Literal["routed", "all_tokens"] = "routed"
+    min_tokens: Positive | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "Experts":
+        if self.calibrate == "all_tokens" and self.min_tokens is not None:
+            raise fault("every expert sees all tokens; min_tokens goes with calibrate: routed", "min_tokens")
+        return self
+
+
+ROUTED = Experts()
+
+
+def _kv_dtype(value: Any) -> Any:
+    if value == "int8":
+        raise fault(
+            "int8 scales of keys and values cannot be stored: the readers of a checkpoint's kv_cache_scheme take 8-bit "
+            "floats only; write fp8, or serve with kv_cache_dtype int8, which finds its scales while it runs"
+        )
+    return value
+
+
+class KVCache(Section):
+    """Static scales for the keys and values of each layer, found by calibration and stored with the weights."""
+
+    dtype: Annotated[Literal["fp8"], BeforeValidator(_kv_dtype)]
+
+
 class Quantization(SchemeChoice):
     """What is quantized and how.
 
@@ -171,7 +217,27 @@ class Quantization(SchemeChoice):
     candidates: Annotated[tuple[Candidate, ...], Unordered] | None = None
     tuning: Tuning | None = None
     input_observer: Literal["minmax", "percentile", "mse"] = "minmax"
+    experts: Experts = ROUTED
+    kv_cache: KVCache | None = None
     overrides: Annotated[tuple[Override, ...], Unordered] = ()
+
+    @model_validator(mode="after")
+    def _check_correction(self) -> "Quantization":
+        corrects = self.algorithm.name == "gptq" and self.algorithm.target_correction is not None
+        if corrects and any(transform.name == "awq" and transform.clip for transform in self.transforms):
+            raise fault(
+                "does not go with awq's clip, which changes the weights that the original's stream runs through",
+                *("algorithm", "target_correction"),
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_kv_cache(self) -> "Quantization":
+        if self.kv_cache is not None and self.tuning is not None:
+            raise fault(
+                "does not go with tuning, which changes keys and values after their scales are found", "kv_cache"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_target(self) -> "Quantization":
@@ -212,6 +278,8 @@ class Quantization(SchemeChoice):
             return "the algorithm rtn with search"
         if self.has_target:
             return "a target size"
+        if self.kv_cache is not None:
+            return "kv_cache"
         if self.transforms:
             return f"the transform {self.transforms[0].name}"
         return "tuning without sources of its own" if self.tuning is not None and self.tuning.sources is None else None

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from quantkit.errors import RecipeError
 from quantkit.recipe import Gptq, JsonlSource, builtin_recipes, load_recipe, parse_recipe
-from quantkit.recipe.model import NOT_YET_KEYS, NOT_YET_VALUES
+from quantkit.recipe.model import NOT_YET_VALUES
 from quantkit.scheme import PER_CHANNEL, QuantScheme
 
 FULL = """\
@@ -117,12 +117,37 @@ def test_scheme_of_an_unknown_group_size_is_refused() -> None:
 
 def test_without_quantization_the_model_is_compared_with_itself() -> None:
     assert parse_recipe("version: 1\nmodel: m\n").is_self_comparison
-    assert "r.yaml:2:10: outputs: without quantization" in refusal(
+    assert "r.yaml:2:20: outputs[0].format: a checkpoint needs `quantization`, and there is none" in refusal(
         "version: 1\noutputs: [{format: compressed-tensors, path: out}]\n"
     )
-    assert "calibration: without quantization" in refusal(
+    assert "calibration: without quantization and outputs" in refusal(
         "version: 1\ncalibration: {sources: [{kind: text, path: builtin}]}\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("outputs", "message"),
+    [
+        ("{format: gguf, type: Q4_K, path: x.gguf}", "3:26: outputs[0].type: 'Q4_K' is not allowed; allowed: F32, F16,"),
+        ("{format: gguf, path: out/x}", "3:26: outputs[0].path: out/x is the path of a file and must end with .gguf"),
+        ("{format: gguf, path: x.gguf, max_shard_size: 1GB}", "3:34: outputs[0].max_shard_size: unknown key; allowed "
+         "here: format, path, type, target_bpw, overrides, error_feedback, pretokenizer, split_size; max_shard_size "
+         "belongs under outputs[].compressed-tensors"),
+        ("{format: gptq, path: x, type: Q8_0}", "3:29: outputs[0].type: unknown key; allowed here: format, path, "
+         "max_shard_size, checkpoint_format; type belongs under outputs[].gguf"),
+        ("{format: gguf, path: x.gguf, overrides: [{match: '(', type: Q8_0}]}",
+         "3:54: outputs[0].overrides[0].match: '(' is no regular expression"),
+        ("{format: gguf, path: x.gguf, overrides: [{match: x, typ: Q8_0}]}",
+         "3:57: outputs[0].overrides[0].typ: unknown key; allowed here: match, type; did you mean 'type'?"),
+        ("{format: gguf, path: x.gguf, error_feedback: true}",
+         "3:50: outputs[0].error_feedback: needs a `calibration` section, and there is none"),
+        ("{format: ggu, path: x.gguf}", "3:14: outputs[0].format: 'ggu' is not allowed; allowed: compressed-tensors, "
+         "gptq, awq, gguf; did you mean 'gguf'?"),
+        ("{path: x.gguf}", "3:5: outputs[0].format: missing; allowed: compressed-tensors, gptq, awq, gguf"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_gguf_outputs(outputs: str, message: str) -> None:
+    assert message in refusal(f"version: 1\noutputs:\n  - {outputs}\n")
 
 
 def test_text_and_hash_are_kept_also_with_another_model() -> None:
@@ -157,11 +182,12 @@ def test_home_is_expanded_in_paths() -> None:
     ("old", "new", "message"),
     [
         ("model:", "modle:", "r.yaml:2:1: modle: unknown key; allowed here: version, model, calibration, quantization, "
-         "outputs, gates, report; did you mean 'model'?"),
+         "outputs, gates, report, search; did you mean 'model'?"),
         ("seed: 7", "seed: 7\nscheme: W4A16", "r.yaml:11:1: scheme: unknown key; allowed here: version, model, "
-         "calibration, quantization, outputs, gates, report; scheme belongs under quantization"),
+         "calibration, quantization, outputs, gates, report, search; scheme belongs under quantization"),
         ("damp_fraction", "dampfraction", "r.yaml:15:27: quantization.algorithm.dampfraction: unknown key; "
-         "allowed here: name, damp_fraction, scale_search, scale_refit, block_size; did you mean 'damp_fraction'?"),
+         "allowed here: name, damp_fraction, scale_search, scale_refit, block_size, target_correction; "
+         "did you mean 'damp_fraction'?"),
         ("name: gptq", "name: gtpq", "r.yaml:15:21: quantization.algorithm.name: 'gtpq' is not allowed; "
          "allowed: rtn, gptq; did you mean 'gptq'?"),
         ("name: gptq, ", "", "r.yaml:15:14: quantization.algorithm.name: missing; allowed: rtn, gptq"),
@@ -244,9 +270,6 @@ def test_a_mistake_is_one_line_with_its_place(old: str, new: str, message: str) 
          "supported: W4A16, W4A16_ASYM, W8A16, W8A8, W8A8_STATIC"),
         ("scheme: W4A16", "scheme: {num_bits: 3}", "r.yaml:12:12: not supported yet: quantization.scheme.num_bits: 3; "
          "supported: 4, 8"),
-        ("format: compressed-tensors,", "format: gguf, type: Q4_K_M,",
-         "r.yaml:18:6: not supported yet: outputs[0].format: 'gguf'; supported: compressed-tensors, "
-         "gptq, awq (and 1 more)"),
     ],
 )  # fmt: skip
 def test_what_the_contract_has_and_quantkit_does_not_is_refused_by_name(old: str, new: str, message: str) -> None:
@@ -263,7 +286,6 @@ def test_every_value_that_is_not_yet_supported_is_said_to_be_so() -> None:
             "transforms: []",
             "overrides: [{{match: x, scheme: {{num_bits: {}}}}}]",
         ),
-        "outputs[].format": ("format: compressed-tensors", "format: {}"),
     }
     assert places.keys() == NOT_YET_VALUES.keys()
     for pattern, values in NOT_YET_VALUES.items():
@@ -271,7 +293,6 @@ def test_every_value_that_is_not_yet_supported_is_said_to_be_so() -> None:
         for value in values:
             word = str(value).lower() if isinstance(value, bool) else value
             assert "not supported yet: " in refusal(FULL.replace(old, new.format(word), 1)), (pattern, value)
-    assert "outputs[].type" in NOT_YET_KEYS
 
 
 def test_the_first_of_several_mistakes_is_shown_and_the_rest_counted() -> None:
@@ -351,7 +372,7 @@ def test_an_existing_file_wins_over_a_built_in_name(tmp_path: Path, monkeypatch:
     assert load_recipe("aa").text == RTN
 
 
-@pytest.mark.parametrize("name", ["aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w4a16-tuned", "w8a8"])
+@pytest.mark.parametrize("name", ["aa", "search-w4", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w4a16-tuned", "w8a8"])
 def test_built_in_recipes_are_short_commented_and_usable(name: str) -> None:
     recipe = load_recipe(name)
     lines = recipe.text.splitlines()
@@ -361,7 +382,9 @@ def test_built_in_recipes_are_short_commented_and_usable(name: str) -> None:
     assert recipe.report.paths.keys() == {"html", "junit", "markdown"}
     assert recipe.is_self_comparison == (name == "aa")
     assert recipe.gates.max_drop_pp
-    assert set(builtin_recipes()) == {"aa", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w4a16-tuned", "w8a8"}
+    assert set(builtin_recipes()) == {
+        *("aa", "search-w4", "w4a16-formats", "w4a16-gptq", "w4a16-rtn", "w4a16-tuned", "w8a8"),
+    }
 
 
 def test_importing_the_recipe_imports_no_torch() -> None:

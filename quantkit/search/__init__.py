@@ -1,0 +1,1 @@
+"""Finds the smallest checkpoint that passes the gates: tries, screens, certifies on other items, writes its recipe."""
