@@ -52,8 +52,13 @@ def put_back_replaced(output: Path) -> None:
 
 
 @contextmanager
-def working_folders(outputs: Sequence[Path], *, keep: bool) -> Iterator[list[Path]]:
-    """The folders in which a run writes, locked. They are removed when it fails, or kept if the first holds a journal.
+def working_folders(outputs: Sequence[Path], *, keep: bool, work: str = JOURNAL_NAME) -> Iterator[list[Path]]:
+    """The folders in which a run writes, locked. They are removed when it fails, or kept if the first holds work.
+
+    Args:
+        outputs: of the run.
+        keep: whether finished work survives a failure.
+        work: name of the file that says that there is some.
 
     Raises:
         CheckpointError: one cannot be made, is not ours, or another run is writing in it.
@@ -65,12 +70,12 @@ def working_folders(outputs: Sequence[Path], *, keep: bool) -> Iterator[list[Pat
             for output, folder in zip(outputs, folders, strict=True):
                 locks.enter_context(_locked(folder, output))
                 held.append(folder)
-            if not (keep and (folders[0] / JOURNAL_NAME).exists()):
+            if not (keep and (folders[0] / work).exists()):
                 for folder in folders:
                     _clear(folder)  # what a killed run left behind
             yield folders
         except BaseException:
-            if held and not (keep and (folders[0] / JOURNAL_NAME).exists()):
+            if held and not (keep and (folders[0] / work).exists()):
                 for folder in held:
                     shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -114,26 +119,38 @@ def _clear(folder: Path) -> None:
             path.unlink()
 
 
-def take_places(outputs: Sequence[Path]) -> None:
-    """Give the finished folders their names, all of them or none; what they replace disappears only after that.
+def take_places(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Give finished folders and files their names, all of them or none; what they replace disappears only after that.
+
+    Args:
+        moves: (what is finished, its place).
 
     Raises:
-        CheckpointError: a folder cannot be renamed; the outputs are what they were.
+        CheckpointError: one cannot be renamed; the places hold what they held.
     """
-    done: list[Path] = []
+    done: list[tuple[Path, Path]] = []
     try:
-        for output in outputs:
-            if output.exists():
-                os.replace(output, replaced_folder(output))
-            done.append(output)
-            os.replace(working_folder(output), output)
+        for made, place in moves:
+            if place.exists():
+                os.replace(place, replaced_folder(place))
+            done.append((made, place))
+            os.replace(made, place)
     except OSError as error:
-        for output in reversed(done):
-            if output.exists():
-                os.replace(output, working_folder(output))
-            if replaced_folder(output).exists():
-                os.replace(replaced_folder(output), output)
+        for made, place in reversed(done):
+            if place.exists():
+                os.replace(place, made)
+            if replaced_folder(place).exists():
+                os.replace(replaced_folder(place), place)
         raise CheckpointError(f"cannot rename {error.filename} to {error.filename2}: {error.strerror}") from error
-    for output in outputs:
-        (output / LOCK_NAME).unlink(missing_ok=True)
-        shutil.rmtree(replaced_folder(output), ignore_errors=True)
+    for _, place in moves:
+        if place.is_dir():
+            (place / LOCK_NAME).unlink(missing_ok=True)
+        remove(replaced_folder(place))
+
+
+def remove(path: Path) -> None:
+    """Delete a folder with everything in it, or a file, if it is there."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

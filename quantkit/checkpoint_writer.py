@@ -3,7 +3,7 @@
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +39,22 @@ class CheckpointWriter:
         else:
             self._shards = ShardWriter.resume(folder, output.specs, size, written=written)
 
-    def write_block(self, solved: Sequence[SolvedLayer], prefix: str) -> list[str]:
+    def write_block(
+        self, solved: Sequence[SolvedLayer], prefix: str, kv_scales: Mapping[str, Tensor] | None = None
+    ) -> list[str]:
         """Put codes, scales and rewritten parameters of a block into the shards; returns the tensors' names.
 
         Args:
             solved: its layers.
             prefix: of the names of its parameters in the model, which still has their values.
+            kv_scales: of its keys and values, by their names on disk.
 
         Raises:
             CheckpointError: the format cannot store a layer without loss.
         """
-        written: list[str] = []
+        written = [self._write(name, scale) for name, scale in (kv_scales or {}).items()]
         for layer in solved:
-            name = self.plan.tensor_name(f"{layer.plan.name}.weight").removesuffix(".weight")
+            name = self.plan.name_on_disk(layer.plan.name)
             for tensor_name, tensor in self.output.format.encode(name, layer.weight, layer.input_scale).items():
                 written.append(self._write(tensor_name, tensor))
         for parameter in sorted(self.plan.rewritten):
@@ -85,7 +88,7 @@ class CheckpointWriter:
 
     def read_layer(self, layer: LayerPlan) -> tuple[QuantizedWeight, Tensor | None]:
         """A layer that is written already: codes, scales, zero points, and the scale of its inputs if it has one."""
-        name = self.plan.tensor_name(f"{layer.name}.weight").removesuffix(".weight")
+        name = self.plan.name_on_disk(layer.name)
         names = [f"{name}.{suffix}" for suffix in PACKED_SUFFIXES]
         tensors = {tensor: self._shards.read(tensor) for tensor in names if tensor in self.output.specs}
         weight = self.output.format.decode(tensors, name, layer.scheme, layer.shape)
@@ -97,7 +100,7 @@ class CheckpointWriter:
         Raises:
             CheckpointError: the format cannot store them without loss.
         """
-        name = self.plan.tensor_name(f"{layer.name}.weight").removesuffix(".weight")
+        name = self.plan.name_on_disk(layer.name)
         for tensor_name, tensor in self.output.format.encode(name, weight, input_scale).items():
             self._shards.rewrite(tensor_name, self._stored(tensor_name, tensor, exact=True))
 
@@ -140,7 +143,10 @@ class CheckpointWriter:
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
-        quantization = self.output.format.quantization_config(self.plan.schemes, self.plan.ignored)
+        schemes = {self.plan.name_on_disk(name): scheme for name, scheme in self.plan.schemes.items()}
+        ignored = [self.plan.engine_name(name) for name in self.plan.ignored]
+        has_kv_scales = bool(self.plan.attention)
+        quantization = self.output.format.quantization_config(schemes, ignored, kv_scales=has_kv_scales)
         config["quantization_config"] = quantization
         write_text_durably(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
         files = {path.name: _sha256(path) for path in sorted(self.folder.glob("*.safetensors"))}

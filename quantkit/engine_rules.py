@@ -6,13 +6,15 @@ import torch
 
 from quantkit.architectures import ARCHITECTURES, Architecture
 from quantkit.formats import StoredConfig
+from quantkit.formats.expert_names import experts_of
 from quantkit.scheme import PER_CHANNEL, QuantScheme
 
 VLLM_BITS = (4, 8)
 VLLM_GROUP_SIZES = (PER_CHANNEL, 32, 64, 128)
 TENSOR_PARALLEL = (1, 2, 4, 8)
-ROW_PARALLEL = ("o_proj", "down_proj")  # layers whose columns are spread over GPUs; of all others it is the rows
+ROW_PARALLEL = ("o_proj", "down_proj", ".w2")  # layers whose columns are spread over GPUs; of all others it is the rows
 MARLIN_ROWS, MARLIN_COLUMNS = 64, 128  # what vLLM's Marlin kernel wants N and K to be multiples of
+MARLIN_EXPERT_ROWS, MARLIN_EXPERT_COLUMNS = 128, 64  # the same for the down projection of an expert
 
 
 def vllm_problems(model_type: str, config: StoredConfig, names: Sequence[str]) -> list[str]:
@@ -34,6 +36,32 @@ def vllm_problems(model_type: str, config: StoredConfig, names: Sequence[str]) -
         scheme = config.scheme_of(name)
         if scheme is not None and not (scheme.num_bits in VLLM_BITS and scheme.group_size in VLLM_GROUP_SIZES):
             problems.append(f"vLLM has no kernel for {name} ({scheme})")
+    return problems + _expert_problems(config, names)
+
+
+def _expert_problems(config: StoredConfig, names: Sequence[str]) -> list[str]:
+    """What vLLM has against quantized experts.
+
+    Source: vLLM, quantization/compressed_tensors/compressed_tensors_moe.
+    """
+    schemes: dict[str, dict[QuantScheme | None, str]] = {}
+    for name in names:
+        experts = experts_of(name)
+        if experts is not None:
+            schemes.setdefault(experts, {}).setdefault(config.scheme_of(name), name)
+    problems: list[str] = []
+    for experts, found in schemes.items():
+        if len(found) > 1:
+            first, second = list(found.items())[:2]
+            problems.append(f"vLLM fuses {experts}, where {first[1]} is {first[0]} and {second[1]} is {second[0]}")
+            continue
+        (scheme,) = found
+        if scheme is None or config.format.name != "compressed-tensors":
+            continue
+        if not scheme.symmetric:
+            problems.append(f"vLLM reads no zero points of experts from compressed-tensors ({experts}: {scheme})")
+        if scheme.input is not None and not scheme.input.dynamic:
+            problems.append(f"vLLM takes experts with dynamic 8-bit inputs only ({experts}: {scheme})")
     return problems
 
 
@@ -48,7 +76,7 @@ def engine_notes(config: StoredConfig, dtype: torch.dtype, shapes: Mapping[str, 
     slow = [
         name
         for name, (rows, columns) in shapes.items()
-        if _has_marlin(config, name) and (rows % MARLIN_ROWS or columns % MARLIN_COLUMNS)
+        if _has_marlin(config, name) and not _fits_marlin(config, name, rows, columns)
     ]
     notes = []
     if slow:
@@ -64,6 +92,10 @@ def engine_notes(config: StoredConfig, dtype: torch.dtype, shapes: Mapping[str, 
     degrees = [degree for degree in TENSOR_PARALLEL if all(_splits(config, *item, degree) for item in shapes.items())]
     if shapes:
         notes.append(f"vLLM can split it over {_or(degrees)} GPUs (of {_or(TENSOR_PARALLEL)} that were looked at)")
+    if config.kv_scales:
+        notes.append(
+            "vLLM keeps keys and values in fp8 with the stored scales; quantkit's own engine does not use them"
+        )
     reason = _why_not_llama_cpp(config)
     if reason is not None:
         notes.append(f"llama.cpp's converter does not take it: {reason}")
@@ -83,6 +115,15 @@ def _has_marlin(config: StoredConfig, name: str) -> bool:
     return scheme.symmetric or config.format.name != "gptq"
 
 
+def _fits_marlin(config: StoredConfig, name: str, rows: int, columns: int) -> bool:
+    """Whether Marlin takes the layer's shape."""
+    if experts_of(name) is None or not name.endswith(ROW_PARALLEL):
+        return rows % MARLIN_ROWS == 0 and columns % MARLIN_COLUMNS == 0
+    scheme = config.scheme_of(name)
+    assert scheme is not None, "shapes are of quantized layers"
+    return rows % MARLIN_EXPERT_ROWS == 0 and columns % max(MARLIN_EXPERT_COLUMNS, scheme.group_size) == 0
+
+
 def _splits(config: StoredConfig, name: str, shape: tuple[int, int], degree: int) -> bool:
     """Whether a layer can be cut for ``degree`` GPUs: by columns and whole groups, or by rows."""
     scheme = config.scheme_of(name)
@@ -100,6 +141,8 @@ def _why_not_llama_cpp(config: StoredConfig) -> str | None:
     if config.format.name == "awq":
         return "it does not read awq"
     if config.format.name == "compressed-tensors":
+        if config.kv_scales:
+            return "it does not know k_scale"
         if len(config.groups) > 1:
             return "it reads one scheme only"
         scheme = config.groups[0][1]

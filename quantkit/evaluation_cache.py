@@ -43,7 +43,7 @@ class CachedEvaluation:
 
     def __init__(self, about: Mapping[str, Any], suites: Mapping[str, Mapping[str, Any]], seed: int) -> None:
         machine = describe_machine()
-        paths = [str(options["path"]) for options in suites.values() if options.get("kind") == "file"]
+        paths = [path for options in suites.values() for path in _files(options)]
         content = {
             "model": about["model"],
             "engine": {key: value for key, value in about["engine"].items() if key not in BY_FREE_MEMORY},
@@ -52,7 +52,7 @@ class CachedEvaluation:
             "files": {path: file_sha256(Path(path)) for path in paths},
             "seed": seed,
             "machine": {key: machine.get(key) for key in ("cpu", "accelerator", "num_threads", "versions")},
-            "source": _source_digest(),
+            "source": source_digest(),
         }
         key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
         self.folder = cache_folder() / "evaluations" / key[:32]
@@ -95,6 +95,14 @@ class CachedEvaluation:
             logger.warning("the evaluation is not kept in the cache %s: %s", entries, error.strerror or error)
 
 
+def _files(options: Mapping[str, Any]) -> list[str]:
+    """The files that a suite of the user's reads: its items, or the folder of its tasks."""
+    if options.get("kind") == "file":
+        return [str(options["path"])]
+    folder = options.get("include_path")
+    return [str(path) for path in sorted(Path(folder).rglob("*")) if path.is_file()] if folder else []
+
+
 def _copy(source: Path, target: Path) -> None:
     """The records of a folder, each complete or not at all under its name, result.json last."""
     for name in FILES:
@@ -105,7 +113,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 @cache
-def _source_digest() -> str:
+def source_digest() -> str:
     """Of everything that computes, asks or scores: whoever changes quantkit evaluates anew."""
     digest = hashlib.sha256()
     for package in (quantkit, quantkit_kernels, quantkit_eval):

@@ -8,15 +8,18 @@ from typing import Any
 from quantkit import __version__
 from quantkit.errors import CheckpointError
 from quantkit.evaluation_cache import CachedEvaluation
+from quantkit.export_gguf.output_file import written_files
+from quantkit.export_gguf.verify import verify_gguf
 from quantkit.formats.shards import write_text_durably
 from quantkit.gguf_source import file_sha256
 from quantkit.output_paths import check_outputs, check_reports, records_folder
 from quantkit.pipeline import quantize_model
-from quantkit.recipe import Recipe
+from quantkit.recipe import GgufOutput, Recipe
 from quantkit.recipe.gates import FileSuite
 from quantkit.serve import Engine, EngineConfig, EngineModel
 from quantkit.serve.device import DeviceName
 from quantkit.source import ModelSource, open_source
+from quantkit.text_model import EngineTextModel
 from quantkit.verify import verify_checkpoint
 from quantkit_eval.comparability import Evaluation
 from quantkit_eval.compare import compare
@@ -32,6 +35,7 @@ RUN_FILE = "run.json"  # what the records beside it are of
 BATCH_SIZES = (1, 16)
 NEW_TOKENS = 32  # that each request of a throughput run gets
 MAX_MODEL_LEN = 1024  # tokens of a request of the suites, prompt and answer
+MAX_TASK_LEN = 4096  # likewise of lm-eval's tasks, whose prompts may hold examples
 SEED = 0  # of the items: fixed, so that every run of every recipe judges the same ones
 
 
@@ -68,17 +72,21 @@ def run(
     identity = _identity(recipe, source)
     goes_on = resume and _read_identity(records) == identity
     _refuse_to_replace(recipe, records, overwrite or goes_on)
-    checkpoint = None if recipe.is_self_comparison else recipe.outputs[0].path
-    if checkpoint is not None:
+    if recipe.outputs:
         check_outputs(recipe, source, overwrite=overwrite or resume)
     _begin(recipe, records, identity, keep_evaluations=goes_on)
-    if checkpoint is not None:
+    if recipe.outputs:
         quantize_model(recipe, overwrite=overwrite, resume=resume, progress=progress, source=source)
+    checkpoint = _checkpoint(recipe)
+    if checkpoint is not None:
         tell("verify", 0, 1)
-        verify_checkpoint(checkpoint, source).raise_for_failure()
+        is_file = isinstance(recipe.outputs[0], GgufOutput)
+        checked = verify_gguf(checkpoint, source) if is_file else verify_checkpoint(checkpoint, source)
+        checked.raise_for_failure()
         tell("verify", 1, 1)
-    baseline = EngineModel(Engine(source, engine_config(source, device)))
-    candidate = EngineModel(Engine(source if checkpoint is None else checkpoint, engine_config(source, device)))
+    config = engine_config(source, device, recipe.gates.suite_options)
+    baseline = EngineTextModel(Engine(source, config))
+    candidate = EngineTextModel(Engine(source if checkpoint is None else checkpoint, config))
     _evaluate_both(recipe, records, baseline, candidate, tell, use_cache=use_cache)
     speeds = measure_throughput(
         baseline, candidate, BATCH_SIZES, new_tokens=NEW_TOKENS, progress=_named(tell, "throughput")
@@ -87,8 +95,17 @@ def run(
     verdict = compare(records / "baseline", records / "candidate", recipe.gates.limits, records / THROUGHPUT_FILE)
     write_verdict(records / VERDICT_FILE, verdict)
     report = recipe.report
-    write_report(load_report_input(records, checkpoint), report.html, report.junit, report.markdown)
+    folder = checkpoint if recipe.checkpoints[:1] == recipe.outputs[:1] else None
+    write_report(load_report_input(records, folder), report.html, report.junit, report.markdown)
     return verdict
+
+
+def _checkpoint(recipe: Recipe) -> Path | None:
+    """What the candidate is served from: the first output; of a GGUF file in parts the first of them."""
+    if recipe.is_self_comparison:
+        return None
+    path = recipe.outputs[0].path
+    return written_files(path)[0] if isinstance(recipe.outputs[0], GgufOutput) else path
 
 
 def _evaluate_both(
@@ -110,10 +127,15 @@ def _evaluate_both(
         evaluate(candidate, suites, SEED, records / "candidate", reference, _named(tell, "candidate"))
 
 
-def engine_config(source: ModelSource, device: DeviceName = "auto") -> EngineConfig:
+def engine_config(
+    source: ModelSource, device: DeviceName = "auto", suites: Mapping[str, Mapping[str, Any]] | None = None
+) -> EngineConfig:
     """Settings for the suites: two engines stand side by side, and short prompts need no large cache."""
-    longest = getattr(source.config, "max_position_embeddings", MAX_MODEL_LEN)
-    return EngineConfig(device=device, max_model_len=min(MAX_MODEL_LEN, longest))
+    has_tasks = any(options.get("kind") == "lm-eval" for options in (suites or {}).values())
+    wanted = MAX_TASK_LEN if has_tasks else MAX_MODEL_LEN
+    return EngineConfig(
+        device=device, max_model_len=min(wanted, getattr(source.config, "max_position_embeddings", wanted))
+    )
 
 
 def _refuse_to_replace(recipe: Recipe, records: Path, allowed: bool) -> None:

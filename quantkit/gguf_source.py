@@ -21,8 +21,9 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.header import GgufHeader, GgufHeaderError, read_gguf_header
 from quantkit.model_folder import first_line
 
-CONVERTER_VERSION = 1  # raise it when the same file would give another folder
+CONVERTER_VERSION = 2  # raise it when the same file would give another folder
 HASH_CHUNK_BYTES = 1 << 22
+CONFIG_KEY = "quantkit.config"  # config.json of the model that quantkit made a file of
 ORIGINAL = "Use the original safetensors model instead"
 
 
@@ -43,19 +44,25 @@ def file_sha256(path: Path) -> str:
 def convert_gguf(path: Path) -> Path:
     """The folder of the dequantized model: config, bfloat16 weights, tokenizer with its chat template.
 
-    The first call for a content converts it; later calls, also of other processes, find the folder.
+    The first call for a content converts it; later calls, also of other processes, find the folder. Files that quantkit
+    wrote carry the configuration that they were made of; others are what transformers makes of them.
 
     Args:
-        path: an existing .gguf file.
+        path: an existing .gguf file, or the first part of one.
 
     Raises:
-        SourceError: broken file, a part of a split file, an architecture that transformers cannot read, or weights or
-            position scaling that would be lost.
+        SourceError: broken file, a later part of a split file, an architecture that transformers cannot read, or
+            weights or position scaling that would be lost.
     """
-    folder = cache_folder() / "gguf" / f"{path.stem}-{file_sha256(path)[:16]}-v{CONVERTER_VERSION}"
+    from quantkit.export_gguf.output_file import all_parts  # that package reads models, and so this module
+
+    parts = all_parts(path)
+    digest = hashlib.sha256("".join(map(file_sha256, parts)).encode()).hexdigest()
+    content = digest if len(parts) > 1 else file_sha256(path)
+    folder = cache_folder() / "gguf" / f"{path.stem}-{content[:16]}-v{CONVERTER_VERSION}"
     if folder.is_dir():
         return folder
-    header = _read_header(path)
+    header = _read_header(path, len(parts))
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=".partial-", dir=folder.parent))
@@ -64,7 +71,7 @@ def convert_gguf(path: Path) -> Path:
             f"cannot write the cache {folder.parent}: {error.strerror}", fix="Set QUANTKIT_CACHE"
         ) from error
     try:
-        _write_folder(path, partial, header)
+        _write_folder(path, partial, header, parts)
         try:
             partial.rename(folder)
         except OSError as error:
@@ -78,7 +85,7 @@ def convert_gguf(path: Path) -> Path:
     return folder
 
 
-def _read_header(path: Path) -> GgufHeader:
+def _read_header(path: Path, num_parts: int) -> GgufHeader:
     """The header of a file that can be converted without loss.
 
     Raises:
@@ -90,8 +97,13 @@ def _read_header(path: Path) -> GgufHeader:
         raise SourceError(f"{path} is no whole GGUF file: {error}", fix="Download it again") from error
     except OSError as error:
         raise SourceError(f"cannot read {path}: {error.strerror}") from error
+    if header.metadata.get("split.no", 0) > 0:
+        raise SourceError(f"{path} is a later part of a split GGUF", fix="Give the first part")
     if "general.architecture" not in header.metadata:
         raise SourceError(f"{path} does not say its general.architecture")
+    if CONFIG_KEY in header.metadata:
+        _check_parts(path, header, num_parts)
+        return header
     if header.metadata.get("split.count", 1) > 1:
         raise SourceError(f"{path} is one part of a split GGUF", fix="Merge the parts with llama-gguf-split --merge")
     if any(tensor.name == "rope_freqs.weight" for tensor in header.tensors):
@@ -101,8 +113,37 @@ def _read_header(path: Path) -> GgufHeader:
     return header
 
 
-def _write_folder(path: Path, folder: Path, header: GgufHeader) -> None:
-    """Dequantize through transformers' own GGUF reader and save as an ordinary model."""
+def _check_parts(path: Path, header: GgufHeader, num_parts: int) -> None:
+    """All parts of a file of ours are there.
+
+    Raises:
+        SourceError: some are not.
+    """
+    count = header.metadata.get("split.count", 1)
+    if count != num_parts:
+        raise SourceError(f"{path} is one of {count} parts, and {num_parts} are there", fix="Put all in one folder")
+
+
+def _write_folder(path: Path, folder: Path, header: GgufHeader, parts: list[Path]) -> None:
+    """Dequantize and save as an ordinary model."""
+    if CONFIG_KEY in header.metadata:
+        from quantkit.export_gguf.read_back import read_back  # as above
+
+        model = read_back(parts, header.metadata)
+        tokenizer = AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+    else:
+        model, tokenizer = _read_with_transformers(path, header)
+    end_of_turn = header.metadata.get("tokenizer.ggml.eot_token_id")
+    if end_of_turn is not None:  # chat models stop there; transformers keeps only the end of the text
+        known = model.generation_config.eos_token_id
+        known = known if isinstance(known, list) else [] if known is None else [known]
+        model.generation_config.eos_token_id = sorted({*known, int(end_of_turn)})
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def _read_with_transformers(path: Path, header: GgufHeader) -> tuple[Any, Any]:
+    """Model and tokenizer through transformers' own reader of GGUF."""
     architecture = header.metadata["general.architecture"]
     config_class = getattr(transformers, "GgufConfig", None)  # newer versions could keep the blocks packed
     options = {} if config_class is None else {"quantization_config": config_class(dequantize=True)}
@@ -127,13 +168,7 @@ def _write_folder(path: Path, folder: Path, header: GgufHeader) -> None:
     if scaling != "none" and rope.get("rope_type", "default") == "default":
         raise SourceError(f"{path} scales its positions ({scaling}), which transformers ignores", fix=ORIGINAL)
     _forget_quantization(model)
-    end_of_turn = header.metadata.get("tokenizer.ggml.eot_token_id")
-    if end_of_turn is not None:  # chat models stop there; transformers keeps only the end of the text
-        known = model.generation_config.eos_token_id
-        known = known if isinstance(known, list) else [] if known is None else [known]
-        model.generation_config.eos_token_id = sorted({*known, int(end_of_turn)})
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    return model, tokenizer
 
 
 @contextmanager

@@ -22,7 +22,10 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
 
 from quantkit.errors import CheckpointError, SourceError
+from quantkit.experts import fused_weight
 from quantkit.formats import StoredConfig
+from quantkit.formats.expert_names import experts_of
+from quantkit.formats.kv_scales import KV_SCALES
 from quantkit.independent_decoder import decode_steps
 from quantkit.model_folder import first_line
 from quantkit.primitives import QuantizedWeight
@@ -80,7 +83,7 @@ def stored_layers(checkpoint: ModelSource, config: StoredConfig, skeleton: nn.Mo
     """
     for parameter, on_disk in checkpoint.weight_map(skeleton).packed.items():
         name = parameter.removesuffix(".weight")
-        scheme = config.scheme_of(name)
+        scheme = config.scheme_of(on_disk)
         if scheme is not None:
             rows, columns = skeleton.get_parameter(parameter).shape
             wanted = [f"{on_disk}.{suffix}" for suffix in PACKED_SUFFIXES]
@@ -108,42 +111,59 @@ def independent_steps(checkpoint: ModelSource, layer: StoredLayer) -> Tensor:
 
 
 def open_reader(checkpoint: ModelSource, layers: Sequence[StoredLayer]) -> "ReaderModel | DecodedModel":
-    """The checkpoint in transformers: through the format's own reader, or where that needs a GPU, decoded here.
+    """The checkpoint in transformers: through the format's own reader, or where that cannot be, decoded here.
 
     Raises:
         CheckpointError: it does not load.
     """
     assert checkpoint.quantization is not None
-    if checkpoint.quantization["quant_method"] == "compressed-tensors":
+    if checkpoint.quantization["quant_method"] != "compressed-tensors":
+        return DecodedModel(checkpoint, layers, "an independent decoder makes its weights (its own readers need a GPU)")
+    experts = {layer.weight.scheme for layer in layers if experts_of(layer.on_disk) is not None}
+    reason = None
+    if len(experts) > 1 or any(scheme.input is not None or not scheme.symmetric for scheme in experts):
+        reason = "transformers takes 16-bit inputs and one symmetric scheme for all experts"
+    else:
         symmetric = all(layer.weight.scheme.symmetric for layer in layers)
-        return ReaderModel(checkpoint.folder, checkpoint.dtype, dequantize=not symmetric)
-    return DecodedModel(checkpoint, layers)
+        try:
+            return ReaderModel(checkpoint.folder, checkpoint.dtype, dequantize=not symmetric)
+        except CheckpointError as error:
+            if not experts:
+                raise
+            reason = error.message
+    return DecodedModel(checkpoint, layers, f"compressed-tensors unpacks its weights ({reason})")
 
 
 class DecodedModel:
-    """A GPTQ or AWQ checkpoint in transformers' own model, with the weights that `independent_decoder` makes.
+    """A checkpoint in transformers' own model, with weights that code makes which is not ours or shares none with ours.
 
     Args:
         checkpoint: the folder.
         layers: those that are stored as codes.
+        weights: whose weights these are and why, for the description.
 
     Raises:
         CheckpointError: a parameter is missing.
     """
 
-    description = "an independent decoder makes its weights (its own readers need a GPU), transformers runs them"
     quantizes_inputs = False
 
-    def __init__(self, checkpoint: ModelSource, layers: Sequence[StoredLayer]) -> None:
+    def __init__(self, checkpoint: ModelSource, layers: Sequence[StoredLayer], weights: str) -> None:
         assert checkpoint.quantization is not None
-        self.model: Any = checkpoint.skeleton()
+        self.description = f"{weights}, transformers runs them"
+        packaged = checkpoint.quantization["quant_method"] == "compressed-tensors"
+        self.model: Any = checkpoint.skeleton(use_linear_experts=True)
         try:
             checkpoint.materialize(self.model)
         except SourceError as error:
             raise CheckpointError(f"transformers' model is not complete: {error}") from error
         for layer in layers:
-            bits = layer.weight.scheme.num_bits
-            steps, scale = decode_steps(checkpoint.read, layer.on_disk, checkpoint.quantization, bits)
+            if packaged:
+                steps, scale = independent_steps(checkpoint, layer), checkpoint.read(f"{layer.on_disk}.weight_scale")
+                scale = scale.float().repeat_interleave(steps.shape[1] // scale.shape[1], dim=1)
+            else:
+                bits = layer.weight.scheme.num_bits
+                steps, scale = decode_steps(checkpoint.read, layer.on_disk, checkpoint.quantization, bits)
             weight = (steps.float() * scale).to(checkpoint.dtype)
             self.model.get_submodule(layer.name).weight = nn.Parameter(weight, requires_grad=False)
 
@@ -191,15 +211,24 @@ class ReaderModel:
             reason = first_line(error).partition(". ")[0]
             raise CheckpointError(f"transformers does not load it: {reason}") from error
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-            if loading.get(kind):
-                example = sorted(map(str, loading[kind]))[0]
+            left_out = KV_SCALES if kind == "unexpected_keys" else ()  # verify says so
+            wrong = sorted(key for key in map(str, loading.get(kind) or ()) if not key.endswith(left_out))
+            if wrong:
+                example = wrong[0]
                 raise CheckpointError(f"transformers reports {kind.replace('_', ' ')}: {example}")
         self.model.eval().requires_grad_(False)
+        for module in self.model.modules():
+            if hasattr(module, KV_SCALES[0]):
+                module.quantization_enabled = False  # the logits on record are of keys and values as they are
         with torch.no_grad(), _quiet():
             self.model(torch.zeros(1, 1, dtype=torch.int64))  # the package unpacks at the first use
 
     def weight(self, name: str) -> Tensor:
         """[N, K] weight of a linear layer, in the checkpoint's type."""
+        experts = experts_of(name)
+        if experts is not None:
+            number, part = name.removeprefix(f"{experts}.").split(".")
+            return fused_weight(self.model.get_submodule(experts), int(number), part)
         weight = getattr(self.model.get_submodule(name), "weight", None)
         if not isinstance(weight, nn.Parameter | Tensor):
             raise CheckpointError(f"the reader has made no weight of {name}")

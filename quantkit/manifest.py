@@ -63,13 +63,18 @@ class _Manifest(_Record):
     identity: dict[str, Any] = {}
 
 
-def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """quantkit.json of a checkpoint; None if it has none.
+def manifest_path(output: Path) -> Path:
+    """Where an output's manifest lies: quantkit.json in a folder, NAME.quantkit.json beside NAME.gguf."""
+    return output.with_suffix(f".{MANIFEST_NAME}") if output.suffix == ".gguf" else output / MANIFEST_NAME
+
+
+def read_manifest(output: Path) -> dict[str, Any] | None:
+    """The manifest of a checkpoint's folder or a GGUF file; None if it has none.
 
     Raises:
         CheckpointError: it cannot be read, has another schema_version, or is not what a run writes.
     """
-    path = folder / MANIFEST_NAME
+    path = manifest_path(output)
     if not path.exists():
         return None
     try:
@@ -119,7 +124,7 @@ def provenance(recipe: Recipe, source: ModelSource, calibration: CalibrationSet 
 
 
 def build_manifest(
-    recipe: Recipe, facts: dict[str, Any], layers: Sequence[dict[str, Any]], probe: dict[str, Any]
+    recipe: Recipe, facts: dict[str, Any], layers: Sequence[dict[str, Any]], probe: dict[str, Any] | None
 ) -> dict[str, Any]:
     """The manifest, all but times and file hashes."""
     return {

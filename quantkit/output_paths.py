@@ -5,7 +5,9 @@ from pathlib import Path
 
 from quantkit.checkpoint_folder import put_back_replaced, replaced_folder, working_folder
 from quantkit.errors import CheckpointError
-from quantkit.recipe import DatasetSource, Recipe, SelfGeneratedSource, StructuredChatSource
+from quantkit.gguf_files import places_of
+from quantkit.manifest import manifest_path
+from quantkit.recipe import DatasetSource, GgufOutput, Recipe, SelfGeneratedSource, StructuredChatSource
 from quantkit.recipe.gates import FileSuite
 from quantkit.source import ModelSource
 from quantkit_eval.records import check_writable
@@ -13,6 +15,7 @@ from quantkit_eval.records import check_writable
 BUILTIN = "builtin"
 DEFAULT_FOLDER = Path("out")
 ELSEWHERE = "Choose another path"
+REPLACE = "Give --overwrite to replace it"
 
 
 def records_folder(recipe: Recipe) -> Path:
@@ -36,18 +39,36 @@ def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> No
         RecordError: the folder cannot be made.
     """
     taken: dict[Path, Path] = {}
-    for path in (output.path for output in recipe.outputs):
+    for output in recipe.outputs:
+        path = output.path
         _check_reads(path, recipe, source)
         for place in (path, working_folder(path), replaced_folder(path)):
             other = taken.setdefault(place.resolve(), path)
             if other is not path:
                 raise CheckpointError(f"the outputs {other} and {path} both need the folder {place}", fix=ELSEWHERE)
-        put_back_replaced(path)
-        if path.exists() and not path.is_dir():
-            raise CheckpointError(f"the output {path} is a file", fix=ELSEWHERE)
-        if path.is_dir() and any(path.iterdir()) and not overwrite:
-            raise CheckpointError(f"the output folder {path} is not empty", fix="Give --overwrite to replace it")
+        if isinstance(output, GgufOutput):
+            _check_file(path, overwrite=overwrite)
+        else:
+            _check_folder(path, overwrite=overwrite)
         check_writable(working_folder(path) / "config.json")
+
+
+def _check_folder(path: Path, *, overwrite: bool) -> None:
+    put_back_replaced(path)
+    if path.exists() and not path.is_dir():
+        raise CheckpointError(f"the output {path} is a file", fix=ELSEWHERE)
+    if path.is_dir() and any(path.iterdir()) and not overwrite:
+        raise CheckpointError(f"the output folder {path} is not empty", fix=REPLACE)
+
+
+def _check_file(path: Path, *, overwrite: bool) -> None:
+    for place in (path, manifest_path(path)):
+        put_back_replaced(place)
+    if path.is_dir():
+        raise CheckpointError(f"the output {path} is a folder", fix=ELSEWHERE)
+    there = places_of(path)
+    if there and not overwrite:
+        raise CheckpointError(f"the output {there[0]} exists", fix=REPLACE)
 
 
 def check_reports(recipe: Recipe, source: ModelSource) -> None:

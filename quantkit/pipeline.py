@@ -18,19 +18,21 @@ from quantkit.allocation.allocate import allocate, check_target
 from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
 from quantkit.calibration.dataset import CalibrationSet, build_calibration
 from quantkit.calibration.heap import return_large_blocks
+from quantkit.calibration.key_value_range import observe_keys_and_values
 from quantkit.calibration.staged_block import BlockBatch, StagedBlock
 from quantkit.calibration.statistics import InputStatistics
-from quantkit.checkpoint_folder import take_places, working_folders
+from quantkit.checkpoint_folder import remove, take_places, working_folders
 from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.errors import CheckpointError, RecipeError, SourceError
+from quantkit.gguf_files import GgufFile, gguf_only_notes, moves_of, places_of, plan_gguf_files, write_gguf_files
 from quantkit.journal import Journal
-from quantkit.manifest import build_manifest, probe_record, provenance, read_manifest
+from quantkit.manifest import MANIFEST_NAME, build_manifest, manifest_path, probe_record, provenance, read_manifest
 from quantkit.output_paths import check_outputs
 from quantkit.plan import Plan, make_plan
 from quantkit.recipe import Recipe
 from quantkit.scheme import QuantScheme
 from quantkit.solve import SolvedLayer, solve_block
-from quantkit.source import ModelSource
+from quantkit.source import ModelSource, open_source
 from quantkit.transforms.fold_block import transform_block
 from quantkit.tuning.apply import tune_checkpoint
 
@@ -50,18 +52,18 @@ def quantize_model(
     progress: Progress | None = None,
     source: ModelSource | None = None,
 ) -> dict[str, Any]:
-    """Quantize the recipe's model once and write the recipe's checkpoints.
+    """Quantize the recipe's model once and write its checkpoints; and its GGUF files, which have types of their own.
 
     Args:
         recipe: with quantization and outputs.
         overwrite: replace output folders that are not empty.
-        resume: keep a journal, so that an interrupted run leaves its work, and go on from the one that is there; do
-            nothing if the outputs are finished checkpoints of this very run.
+        resume: keep a journal and finished GGUF files, so that an interrupted run leaves its work, and go on from what
+            is there; do nothing if the outputs are finished ones of this very run.
         progress: is called with (stage, done, total).
         source: the recipe's model, if it is open already.
 
     Returns:
-        The manifest of the first output, as written to its quantkit.json.
+        The manifest of the first output, as written to its quantkit.json (of a GGUF file: NAME.quantkit.json).
 
     Raises:
         QuantkitError: of any kind; nothing is left under the outputs' names, and nothing beside them unless ``resume``.
@@ -69,63 +71,92 @@ def quantize_model(
     started = time.perf_counter()
     return_large_blocks()
     report = progress or (lambda stage, done, total: None)
-    plan = make_plan(recipe, source)
-    paths = [output.path for output in recipe.outputs]
-    check_outputs(recipe, plan.source, overwrite=overwrite or resume)
-    for note in plan.notes:
+    recipe.require_outputs()
+    source = source or open_source(recipe.require_model())
+    plan = make_plan(recipe, source) if recipe.checkpoints else None
+    files = plan_gguf_files(recipe, source)
+    check_outputs(recipe, source, overwrite=overwrite or resume)
+    for note in plan.notes if plan is not None else gguf_only_notes(recipe):
         logger.warning("%s", note)
-    if recipe.require_quantization().has_target:
-        check_target(plan, recipe)
-    algorithm = _algorithm(recipe, plan)
-    calibration = _calibration(recipe, plan, algorithm, report)
+    calibration = _calibration(recipe, source, plan, files, report)
+    facts = provenance(recipe, source, calibration)
     allocation = None
-    if recipe.require_quantization().has_target:
+    if plan is not None and recipe.require_quantization().has_target:
         assert calibration is not None, "a target is chosen on calibration windows"
         allocation = allocate(plan, recipe, calibration, report)
-        plan = make_plan(recipe, plan.source, schemes=allocation.schemes)
-    facts = provenance(recipe, plan.source, calibration)
+        plan = make_plan(recipe, source, schemes=allocation.schemes)
     if resume:
         finished = _finished(recipe, facts["identity"])
         if finished is not None:
             return finished
-        check_outputs(recipe, plan.source, overwrite=overwrite)
-    with working_folders(paths, keep=resume) as folders:
-        sizes = {"num_outputs": len(paths), "num_blocks": len(plan.decoder.blocks)}
-        journal = Journal.load(folders[0], facts["identity"], **sizes) if resume else None
-        with _open_writers(plan, folders, journal) as writers:
-            journal = journal or (Journal(folders[0], facts["identity"]) if resume else None)
-            layers, logits = _quantize_blocks(plan, algorithm, calibration, writers, journal, report)
-            _copy_the_rest(plan, writers, report)
-            tuning = recipe.require_quantization().tuning
-            tuned = None
-            if tuning is not None:
-                folder = folders[0] if resume else None
-                probe = _probe_ids(plan.model)
-                tuned = tune_checkpoint(plan, writers, tuning, recipe.calibration, probe, report, folder)
-                logits = tuned.logits
-            manifest = build_manifest(recipe, facts, layers, probe_record(_probe_ids(plan.model), logits))
-            if allocation is not None:
-                manifest["allocation"] = allocation.to_record()
-            if tuned is not None:
-                manifest["tuning"] = tuned.record
-            manifest["seconds"] = round(time.perf_counter() - started, 2)
-            manifest["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-            manifests = [writer.finish(manifest) for writer in writers]
-        if journal is not None:
-            journal.remove()
-        take_places(paths)
-    return manifests[0]
+        check_outputs(recipe, source, overwrite=overwrite)
+    with ExitStack() as held:
+        places = [file.output.path for file in files]
+        made = [working_folders([path], keep=resume, work=MANIFEST_NAME) for path in places]
+        folders = [held.enter_context(folder)[0] for folder in made]
+        manifests = dict(zip(places, write_gguf_files(recipe, files, folders, facts, calibration, report), strict=True))
+        moves = [move for pair in zip(folders, places, strict=True) for move in moves_of(*pair)]
+        if plan is not None:
+            paths = [output.path for output in recipe.checkpoints]
+            own = held.enter_context(working_folders(paths, keep=resume))
+            facts |= {"allocation": allocation.to_record()} if allocation is not None else {}
+            written = _write_checkpoints(recipe, plan, calibration, facts, own, started, report, resume=resume)
+            manifests |= dict(zip(paths, written, strict=True))
+            moves += list(zip(own, paths, strict=True))
+        stale = {old for path in places for old in places_of(path)} - {place for _, place in moves}
+        take_places(moves)
+        for path in (*stale, *folders):
+            remove(path)
+    return manifests[recipe.outputs[0].path]
+
+
+def _write_checkpoints(
+    recipe: Recipe,
+    plan: Plan,
+    calibration: CalibrationSet | None,
+    facts: dict[str, Any],
+    folders: Sequence[Path],
+    started: float,
+    report: Progress,
+    *,
+    resume: bool,
+) -> list[dict[str, Any]]:
+    """Fill the working folders of the checkpoints. Returns their manifests."""
+    sizes = {"num_outputs": len(folders), "num_blocks": len(plan.decoder.blocks)}
+    journal = Journal.load(folders[0], facts["identity"], **sizes) if resume else None
+    with _open_writers(plan, folders, journal) as writers:
+        journal = journal or (Journal(folders[0], facts["identity"]) if resume else None)
+        layers, logits = _quantize_blocks(plan, _algorithm(recipe, plan), calibration, writers, journal, report)
+        _copy_the_rest(plan, writers, report)
+        tuning = recipe.require_quantization().tuning
+        tuned = None
+        if tuning is not None:
+            folder = folders[0] if resume else None
+            probe = _probe_ids(plan.model)
+            tuned = tune_checkpoint(plan, writers, tuning, recipe.calibration, probe, report, folder)
+            logits = tuned.logits
+        manifest = build_manifest(recipe, facts, layers, probe_record(_probe_ids(plan.model), logits))
+        manifest |= {key: facts[key] for key in ("allocation",) if key in facts}
+        if tuned is not None:
+            manifest["tuning"] = tuned.record
+        manifest["seconds"] = round(time.perf_counter() - started, 2)
+        manifest["peak_rss_bytes"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        manifests = [writer.finish(manifest) for writer in writers]
+    if journal is not None:
+        journal.remove()
+    return manifests
 
 
 def _finished(recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The first output's manifest if every output is the finished checkpoint of such a run."""
+    """The first output's manifest if every output is the finished one of such a run."""
     manifests = []
     for output in recipe.outputs:
         try:
             manifest = read_manifest(output.path) or {}
         except CheckpointError:
             return None  # whatever lies there is not the run's; it is kept or replaced like any other folder
-        is_whole = all((output.path / name).is_file() for name in manifest.get("files", ()))
+        folder = manifest_path(output.path).parent
+        is_whole = all((folder / name).is_file() for name in manifest.get("files", ()))
         if manifest.get("identity") != identity or not is_whole:
             return None
         manifests.append(manifest)
@@ -161,16 +192,24 @@ def _algorithm(recipe: Recipe, plan: Plan) -> Algorithm:
     return replace(algorithm, solve=solve)
 
 
-def _calibration(recipe: Recipe, plan: Plan, algorithm: Algorithm, progress: Progress) -> CalibrationSet | None:
-    """The recipe's tokens, if the algorithm or a static input scale needs them."""
-    inputs = [layer.scheme.input for layer in plan.layers]
-    static = any(scheme is not None and not scheme.dynamic for scheme in inputs)
-    chosen = recipe.require_quantization().has_target
-    if not (algorithm.needs_calibration or plan.transforms or static or chosen):
+def _calibration(
+    recipe: Recipe, source: ModelSource, plan: Plan | None, files: Sequence[GgufFile], progress: Progress
+) -> CalibrationSet | None:
+    """The recipe's tokens, if a GGUF file, the algorithm, a transform, a target or a static input scale needs them."""
+    needed = recipe.calibration is not None and any(file.wants_calibration for file in files)
+    if plan is not None:
+        inputs = [layer.scheme.input for layer in plan.layers]
+        static = any(scheme is not None and not scheme.dynamic for scheme in inputs)
+        target = recipe.require_quantization().has_target
+        if target:
+            check_target(plan, recipe)
+        more = plan.transforms or plan.attention or static or target
+        needed = needed or bool(_algorithm(recipe, plan).needs_calibration or more)
+    if not needed:
         return None
     if recipe.calibration is None:
         raise RecipeError("the recipe needs a `calibration` section")
-    return build_calibration(recipe.calibration, plan.source, progress)
+    return build_calibration(recipe.calibration, source, progress)
 
 
 def _quantize_blocks(
@@ -187,12 +226,18 @@ def _quantize_blocks(
     probe = _probe_ids(model)
     batches = enter_blocks(model, decoder, [(probe, torch.zeros_like(probe, dtype=torch.bool))])
     if calibration is not None:  # the probe comes last and counts in no statistics
-        batches = enter_blocks(model, decoder, calibration.batches(BATCH_TOKENS)) + batches
+        windows = enter_blocks(model, decoder, calibration.batches(BATCH_TOKENS))
+        of_windows = calibration.source_of.unsqueeze(1).split([len(batch.hidden) for batch in windows])
+        for batch, numbers in zip(windows, of_windows, strict=True):
+            batch.source = numbers
+        batches = windows + batches
+    originals = [replace(batch) for batch in batches] if algorithm.wanted.original else []
     forget_outside(model, decoder)  # until the probe leaves the last block
     records = list(journal.layers) if journal else []
     first = journal.finished_blocks if journal else 0
     if journal and first:
-        for batch, hidden in zip(batches, journal.hidden([batch.hidden for batch in batches]), strict=True):
+        both = [*batches, *originals]
+        for batch, hidden in zip(both, journal.hidden([batch.hidden for batch in both]), strict=True):
             batch.hidden = hidden
     progress("quantize", len(records), len(plan.layers))
     for index in range(first, len(decoder.blocks)):
@@ -200,14 +245,15 @@ def _quantize_blocks(
         source.materialize(model, prefix=name, dtype=torch.float32)
         _refuse_broken_weights(plan, name)
         tell = partial(_count, progress, "quantize", len(records), len(plan.layers))
-        solved = _quantize_block(plan, index, algorithm, batches, tell)
-        written = [writer.write_block(solved, f"{name}.") for writer in writers]
+        solved, kv_scales = _quantize_block(plan, index, algorithm, batches, originals, tell)
+        written = [writer.write_block(solved, f"{name}.", kv_scales) for writer in writers]
         records += [layer.record for layer in solved]
         forget_weights([block])
         if journal:
             for writer in writers:
                 writer.flush()
-            journal.record(index, written, [layer.record for layer in solved], [b.hidden for b in batches])
+            states = [batch.hidden for batch in (*batches, *originals)]
+            journal.record(index, written, [layer.record for layer in solved], states)
     _materialize_outside(plan)
     return records, leave_blocks(model, decoder, probe, batches[-1].hidden)
 
@@ -218,9 +264,18 @@ def _count(progress: Progress, stage: str, before: int, total: int, done: int) -
 
 
 def _quantize_block(
-    plan: Plan, index: int, algorithm: Algorithm, batches: list[BlockBatch], progress: Callable[[int], None]
-) -> list[SolvedLayer]:
-    """Transform and solve one block, and run every batch through the result."""
+    plan: Plan,
+    index: int,
+    algorithm: Algorithm,
+    batches: list[BlockBatch],
+    originals: list[BlockBatch],
+    progress: Callable[[int], None],
+) -> tuple[list[SolvedLayer], dict[str, Tensor]]:
+    """Transform and solve one block, and run every batch through the result (originals: through what it was).
+
+    Returns:
+        Its layers, and if they are wanted the scales of its keys and values by their names on disk.
+    """
     block, prefix = plan.decoder.blocks[index], f"{plan.decoder.name}.{index}."
     layers = plan.in_block(index)
     linears: dict[str, nn.Linear] = {}
@@ -231,12 +286,25 @@ def _quantize_block(
     dtype, schemes = plan.source.dtype, {layer.name.removeprefix(prefix): layer.scheme for layer in layers}
     family = plan.source.config.model_type
     transformed = transform_block(plan.transforms, family, block, index, schemes, batches, dtype)
-    staged = StagedBlock(block, index, linears, batches)
-    solved = solve_block(staged, linears, layers, algorithm, dtype, progress, observer=plan.input_observer)
-    staged.finish()
+    staged = StagedBlock(block, index, linears, batches, plan.experts)
+    beside = StagedBlock(block, index, linears, originals, plan.experts) if originals else None
+    observer = plan.input_observer
+    attention = next((name for name in plan.attention if name.startswith(prefix)), None)
+    with ExitStack() as watching:
+        seen = watching.enter_context(observe_keys_and_values(batches, index)) if attention is not None else None
+        solved = solve_block(staged, linears, layers, algorithm, dtype, progress, original=beside, observer=observer)
+        staged.finish()
+    if beside is not None:
+        beside.finish()
     for done in solved:
         done.record["transforms"] = transformed[done.plan.name.removeprefix(prefix)]
-    return solved
+    if attention is None or seen is None:
+        return solved, {}
+    scales = seen.scales(dtype)
+    for done in solved:
+        if done.plan.name.startswith(f"{attention}."):
+            done.record["kv_scales"] = {name: float(scale) for name, scale in scales.items()}
+    return solved, {f"{plan.attention[attention]}.{name}": scale for name, scale in scales.items()}
 
 
 def _materialize_outside(plan: Plan) -> None:

@@ -1,6 +1,5 @@
 """What a recipe will do to a model, layer by layer, from names and shapes alone: no weight is read."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -8,12 +7,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from quantkit.architectures import ARCHITECTURES, DecoderBlocks, find_decoder_blocks
+from quantkit.architectures import DecoderBlocks, find_decoder_blocks
 from quantkit.errors import RecipeError, SourceError
+from quantkit.experts import linear_experts, router_names
 from quantkit.formats import Format
 from quantkit.formats.safetensors_file import TensorSpec
+from quantkit.plan_kv_scales import attention_on_disk, scale_specs
+from quantkit.plan_layers import (
+    check_experts,
+    check_fused_units,
+    matching,
+    refuse_what_stays_unsaid,
+    weighty_modules,
+)
 from quantkit.plan_schemes import choose_schemes
-from quantkit.recipe import Output, Recipe
+from quantkit.recipe import CheckpointOutput, Recipe
+from quantkit.recipe.quantization import ROUTED, Experts
 from quantkit.scheme import QuantScheme
 from quantkit.source import ModelSource, TensorInfo, open_source
 from quantkit.transforms import Transform, fold_notes, load_transform, rewritten_parameters
@@ -53,7 +62,7 @@ class OutputPlan:
         specs: every tensor of the checkpoint, in the order of the source.
     """
 
-    output: Output
+    output: CheckpointOutput
     format: Format
     specs: Mapping[str, TensorSpec]
 
@@ -72,12 +81,14 @@ class Plan:
         model: its skeleton, parameters on meta.
         decoder: its decoder blocks.
         layers: what is quantized, in the order of the model.
-        ignored: linear layers that stay as they are.
+        ignored: linear layers and routers of experts that stay as they are.
         outputs: the checkpoints; all hold the same codes and scales.
         rewritten: parameters that transforms or tuning may change and that are therefore not copied.
         notes: what the user should know.
         transforms: of the recipe, in its order.
         input_observer: what finds static input scales.
+        experts: which tokens the experts of mixture models are calibrated with.
+        attention: module whose keys and values get static scales -> its name on disk; none unless the recipe asks.
     """
 
     source: ModelSource
@@ -90,6 +101,8 @@ class Plan:
     notes: tuple[str, ...] = field(default_factory=tuple)
     transforms: tuple[Transform, ...] = ()
     input_observer: str = "minmax"
+    experts: Experts = ROUTED
+    attention: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def schemes(self) -> dict[str, QuantScheme]:
@@ -110,6 +123,16 @@ class Plan:
     def tensor_name(self, parameter: str) -> str:
         """The name on disk of a parameter that has one of its own there."""
         return self.source.weight_map(self.model).tensor_name(parameter)
+
+    def name_on_disk(self, layer: str) -> str:
+        """The name of a layer's tensors, without ``.weight``."""
+        return self.tensor_name(f"{layer}.weight").removesuffix(".weight")
+
+    def engine_name(self, layer: str) -> str:
+        """What engines call a layer that is not quantized: as on disk, if it is in a block and has a name there."""
+        names = self.source.weight_map(self.model).names.get(f"{layer}.weight", ())
+        is_inside = layer.startswith(f"{self.decoder.name}.")
+        return names[0].removesuffix(".weight") if is_inside and len(names) == 1 else layer
 
     @property
     def copied(self) -> tuple[str, ...]:
@@ -176,82 +199,22 @@ def make_plan(
     if source.quantization is not None:
         method = source.quantization.get("quant_method", "unknown method")
         raise SourceError(f"{source.name} is quantized already ({method})", fix="Give the original model")
-    model = source.skeleton()
+    model = source.skeleton(use_linear_experts=True)
     decoder = find_decoder_blocks(model, source.config.model_type)
-    linears, others = _weighty_modules(model, decoder)
-    ignored = _ignored(recipe.quantization.ignore, [*linears, *others])
-    _refuse_what_stays_unsaid(linears, others, ignored, decoder)
+    linears, others = weighty_modules(model, decoder)
+    routers = dict.fromkeys(router_names(model))
+    ignored = matching(recipe.quantization.ignore, [*linears, *others], list(linear_experts(model)))
+    refuse_what_stays_unsaid(linears, {name: others[name] for name in others if name not in routers}, ignored, decoder)
+    ignored |= set(routers)
     targets = {name: module for name, module in linears.items() if name not in ignored}
     schemes = schemes or choose_schemes(recipe.quantization, targets)
     if not schemes:
         raise RecipeError("quantization.ignore (with overrides to none) leaves no layer to quantize")
     stays = dict.fromkeys(ignored, "ignored") | {name: "kept by an override" for name in targets if name not in schemes}
-    _check_fused_units(source.config.model_type, decoder, schemes, stays)
-    return _lay_out(recipe, source, model, decoder, schemes, tuple(n for n in linears if n not in schemes))
-
-
-def _weighty_modules(model: nn.Module, decoder: DecoderBlocks) -> tuple[dict[str, nn.Linear], list[str]]:
-    """All linear layers, and the other modules inside decoder blocks that own a matrix."""
-    linears, others = {}, []
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            linears[name] = module
-        elif name.startswith(f"{decoder.name}.") and any(p.dim() > 1 for p in module.parameters(recurse=False)):
-            others.append(name)
-    return linears, others
-
-
-def _ignored(patterns: Sequence[str], names: Sequence[str]) -> set[str]:
-    """Names that a pattern matches: the exact name, or a regular expression that matches all of it."""
-    found: set[str] = set()
-    for pattern in patterns:
-        matched = {name for name in names if name == pattern or re.fullmatch(pattern, name)}
-        if not matched:
-            raise RecipeError(
-                f"quantization.ignore: {pattern!r} matches no layer of the model",
-                fix=f"Layers are called {names[0]} ... {names[-1]}; a pattern must match the whole name",
-            )
-        found |= matched
-    return found
-
-
-def _refuse_what_stays_unsaid(
-    linears: Mapping[str, nn.Linear], others: Sequence[str], ignored: set[str], decoder: DecoderBlocks
-) -> None:
-    """Whatever could be quantized and cannot be yet must be ignored by name, so that it is no surprise."""
-    outside = [name for name in linears if name not in ignored and not name.startswith(f"{decoder.name}.")]
-    if outside:
-        raise RecipeError(
-            f"quantizing {outside[0]}, which is outside the decoder blocks, is not supported yet",
-            fix="Add it to quantization.ignore",
-        )
-    matrices = [name for name in others if name not in ignored]
-    if matrices:
-        raise RecipeError(
-            f"quantizing {matrices[0]}, which holds matrices but is no linear layer, is not supported yet "
-            f"({len(matrices)} such modules)",
-            fix="Add them to quantization.ignore to keep them as they are",
-        )
-
-
-def _check_fused_units(
-    model_type: str, decoder: DecoderBlocks, schemes: Mapping[str, QuantScheme], stays: Mapping[str, str]
-) -> None:
-    """An engine joins these layers into one matrix: all of them have one scheme, or stay as they are."""
-    facts = ARCHITECTURES.get(model_type)
-    for index in range(len(decoder.blocks)):
-        for unit in facts.fused_units if facts else ():
-            names = [f"{decoder.name}.{index}.{part}" for part in unit]
-            names = [name for name in names if name in schemes or name in stays]
-            if len({schemes.get(name) for name in names}) < 2:
-                continue
-            first = next(name for name in names if name in schemes)
-            other = next(name for name in names if schemes.get(name) != schemes[first])
-            found = f"is {schemes[other]}" if other in schemes else f"is {stays[other]}"
-            raise RecipeError(
-                f"quantization splits a unit that engines fuse: {other} {found} and {first} is {schemes[first]}",
-                fix=f"Treat all of {', '.join(part.rpartition('.')[2] for part in unit)} alike",
-            )
+    check_fused_units(source.config.model_type, decoder, schemes, stays)
+    check_experts(model, schemes, stays)
+    kept = tuple(name for name in (*linears, *(name for name in routers if name in others)) if name not in schemes)
+    return _lay_out(recipe, source, model, decoder, schemes, kept)
 
 
 def _lay_out(
@@ -265,8 +228,11 @@ def _lay_out(
     """Every tensor of every checkpoint in the order of the source, codes in the place of their weight."""
     names_on_disk = source.weight_map(model)
     layer_of = {names_on_disk.tensor_name(f"{name}.weight"): name for name in schemes}
+    has_kv_scales = recipe.require_quantization().kv_cache is not None
+    attention = attention_on_disk(decoder, names_on_disk.names) if has_kv_scales else {}
     outputs = []
-    for number, output in enumerate(recipe.outputs):
+    for output in recipe.checkpoints:
+        number = recipe.outputs.index(output)
         form = Format(output.format, tuple(output.format_options.items()))
         specs: dict[str, TensorSpec] = {}
         for tensor, info in source.tensors.items():
@@ -275,6 +241,8 @@ def _lay_out(
                 specs[tensor] = TensorSpec(info.dtype, info.shape)
             else:
                 specs |= _layer_specs(number, form, tensor.removesuffix(".weight"), info, schemes[name])
+        for module in attention.values():
+            specs |= scale_specs(module, source.dtype)
         if form.name == "awq" and len(set(schemes.values())) > 1:
             both = " and ".join(map(str, list(dict.fromkeys(schemes.values()))[:2]))
             raise RecipeError(f"outputs[{number}]: awq holds one scheme for all layers, and the recipe has {both}")
@@ -301,8 +269,9 @@ def _lay_out(
     if quantization.tuning is not None:
         rewritten |= frozenset(small_parameters(model))
     notes += fold_notes(transforms, decoder, schemes, family)
-    observer = quantization.input_observer
-    return Plan(source, model, decoder, in_order, ignored, tuple(outputs), rewritten, notes, transforms, observer)
+    observer, experts = quantization.input_observer, quantization.experts
+    written, more = tuple(outputs), (transforms, observer, experts, attention)
+    return Plan(source, model, decoder, in_order, ignored, written, rewritten, notes, *more)
 
 
 def _unread_note(names: Sequence[str]) -> tuple[str, ...]:

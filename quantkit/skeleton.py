@@ -1,7 +1,8 @@
 """Models without weights: built on the meta device, filled from the checkpoint one part at a time.
 
 transformers renames and fuses tensors while it loads (Mixtral's experts are one 3-D parameter in memory and one tensor
-per expert and projection on disk). `WeightMap` is that correspondence for one model, by transformers' own rules.
+per expert and projection on disk). `WeightMap` is that correspondence for one model, by transformers' own rules, and
+for `experts.LinearExperts`, which are not fused, by what they know of the disk.
 """
 
 import copy
@@ -14,11 +15,12 @@ import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PretrainedConfig
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from quantkit.errors import SourceError
+from quantkit.experts import linear_experts
 from quantkit.formats.safetensors_file import TensorSpec
+from quantkit.tensor_renaming import TensorRenaming
 
 PACKED_SUFFIXES = (
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),  # compressed-tensors
@@ -106,11 +108,8 @@ class WeightMap:
         self.packed: dict[str, str] = {}
         self._stored: dict[str, tuple[str, _Stored]] = {}  # parameter -> (converter's target, how it is stored)
         state = model.state_dict(keep_vars=True)
-        prefix = model.base_model_prefix
-        transforms = get_model_conversion_mapping(model)
-        renamings = [entry for entry in transforms if isinstance(entry, WeightRenaming)]
-        converters = [entry for entry in transforms if isinstance(entry, WeightConverter)]
-        by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+        renaming = TensorRenaming(model)
+        of_experts = _expert_weights(model)
         stored: dict[str, _Stored] = {}
         left: list[str] = []
         coded = code_tensors({name: spec.dtype for name, spec in tensors.items()})
@@ -118,17 +117,17 @@ class WeightMap:
         for name in sorted(tensors, key=dot_natural_key):
             if name in codes:
                 continue
-            target, pattern = rename_source_key(name, renamings, converters, prefix, state)
+            target, pattern = (of_experts[name], None) if name in of_experts else renaming.rename(name)
             if target not in state and name in state:
                 target, pattern = name, None
             if target in state:
-                converter = None if pattern is None else by_pattern[pattern]
+                converter = None if pattern is None else renaming.converter(pattern)
                 stored.setdefault(target, _Stored(converter)).sources.append((name, pattern or ""))
             else:
                 left.append(name)
         self._collect(model, stored, tensors, state)
         for layer, code_names in coded.items():
-            target, _ = rename_source_key(f"{layer}.weight", renamings, converters, prefix, state)
+            target = of_experts.get(f"{layer}.weight") or renaming.rename(f"{layer}.weight")[0]
             if target in state and target not in self.names:
                 self.packed[target] = layer
             else:
@@ -223,6 +222,15 @@ class WeightMap:
                 data = data.to(dtype) if dtype is not None and data.is_floating_point() else data
                 _assign(model, tied[id(old)], data, old)
                 done.add(id(old))
+
+
+def _expert_weights(model: nn.Module) -> dict[str, str]:
+    """Name on disk of every weight of linear experts -> parameter."""
+    return {
+        f"{on_disk}.weight": f"{name}.{layer}.weight"
+        for name, experts in linear_experts(model).items()
+        for layer, on_disk in experts.stored.items()
+    }
 
 
 def _refuse_lost_blocks(model: nn.Module, used: Iterable[str], unused: Iterable[str]) -> None:

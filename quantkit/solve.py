@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import Any
 
 import torch
@@ -47,6 +48,7 @@ def solve_block(
     dtype: torch.dtype,
     progress: Callable[[int], None],
     *,
+    original: StagedBlock | None = None,
     observer: str = DEFAULT_OBSERVER,
 ) -> list[SolvedLayer]:
     """Quantize the layers of a block stage by stage; each stage sees the inputs that the solved ones give.
@@ -58,6 +60,7 @@ def solve_block(
         algorithm: how to solve.
         dtype: storage dtype of scales, and of the weight that a reader computes from codes and scales.
         progress: is told how many layers are done.
+        original: the same block over the original model's stream, if the algorithm looks at it.
         observer: key of ``input_range.OBSERVERS``, for schemes with static inputs.
 
     Raises:
@@ -67,14 +70,19 @@ def solve_block(
     solved: list[SolvedLayer] = []
     for stage in staged.stages:
         started = time.perf_counter()
-        wanted = algorithm.wanted | Wanted(histogram=any(_has_static_input(plans[name].scheme) for name in stage))
-        statistics = staged.collect(stage, wanted) if wanted else None
-        for scheme in dict.fromkeys(plans[name].scheme for name in stage):
-            members = [name for name in stage if plans[name].scheme == scheme]
+        own = {name: algorithm.for_layer(plans[name].name) for name in stage}
+        wanted = Wanted(histogram=any(_has_static_input(plans[name].scheme) for name in stage))
+        wanted = reduce(or_, (each.wanted for each in own.values()), wanted)
+        statistics = staged.collect(stage, wanted, original) if wanted else None
+        if original is not None:
+            original.pass_by(stage)  # while the layers still have their own weights
+        together = {name: (plans[name].scheme, own[name], staged.experts.expert_of(name)) for name in stage}
+        for scheme, solver, expert in dict.fromkeys(together.values()):
+            members = [name for name in stage if together[name] == (scheme, solver, expert)]
             stacked = torch.cat([linears[name].weight for name in members])
             try:
                 input_scale = _input_scale(scheme, statistics, observer, dtype)
-                solution = algorithm.solve(stacked, statistics, scheme, algorithm.options, dtype)
+                solution = solver.solve(stacked, statistics, scheme, solver.options, dtype)
             except QuantizationError as error:
                 raise QuantizationError(f"{plans[members[0]].name}: {error.message}", fix=error.fix) from error
             total = statistics.hessian().float() if statistics is not None and wanted.gram else None

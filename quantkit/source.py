@@ -24,11 +24,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
+from quantkit import experts
 from quantkit.errors import SourceError
 from quantkit.formats.safetensors_file import TensorSlot
 from quantkit.gguf_source import convert_gguf, file_sha256
 from quantkit.model_folder import TOKENIZER_FILES, first_line, load_config, read_shards, side_files
-from quantkit.skeleton import WeightMap, build_skeleton
+from quantkit.skeleton import WeightMap, build_skeleton, code_tensors
 
 HUB_WEIGHTS = ("*.safetensors",)
 HUB_SIDE_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "*.md", "LICENSE*", "NOTICE*")
@@ -165,10 +166,13 @@ class ModelSource:
         """SHA-256 over config.json and the weight files (headers and content), in hex; computed once."""
         return self._fingerprint
 
-    def skeleton(self) -> nn.Module:
+    def skeleton(self, *, use_linear_experts: bool = False) -> nn.Module:
         """The model of transformers without weights: parameters on meta, buffers real, tied weights tied, eval mode.
 
         Two weights that the configuration ties stay apart if both are stored and differ, as transformers has it.
+
+        Args:
+            use_linear_experts: make experts linear layers, as they are stored, where their layout is understood.
         """
         try:
             model = build_skeleton(self.config, self.dtype)
@@ -176,6 +180,10 @@ class ModelSource:
             # Each family builds its layers in its own way; whatever it raises, this configuration makes no model.
             raise SourceError(f"transformers cannot build the model in {self.folder}: {first_line(error)}") from error
         self._untie_stored_twice(model)
+        if use_linear_experts:
+            coded = code_tensors({name: info.dtype for name, info in self.tensors.items()})
+            dense = (name for name in self.tensors if name.endswith(".weight"))
+            experts.use_linear_experts(model, {*dense, *(f"{layer}.weight" for layer in coded)})
         return model
 
     def _untie_stored_twice(self, model: nn.Module) -> None:

@@ -12,12 +12,14 @@ from quantkit.engine_rules import engine_notes, vllm_problems
 from quantkit.errors import CheckpointError, SourceError
 from quantkit.expected_logits import ExpectedLogits
 from quantkit.formats import StoredConfig, read_quantization_config
+from quantkit.formats.kv_scales import stored_kv_scales
 from quantkit.gguf_source import file_sha256
 from quantkit.independent_reader import StoredLayer, independent_steps, open_reader, reader_accepts, stored_layers
 from quantkit.manifest import MANIFEST_NAME, read_manifest
 from quantkit.model_folder import read_json
 from quantkit.skeleton import code_tensors
 from quantkit.source import ModelSource, open_source
+from quantkit.verify_kv_scales import kv_scale_problems, kv_scales_in
 
 LOGIT_TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by about 1e-6
 INPUT_LOGIT_TOLERANCE = 2e-2  # with 8-bit inputs such a difference moves a code by one now and then
@@ -109,7 +111,7 @@ def verify_checkpoint(
     report = VerifyReport(folder.resolve().name)
     try:
         checkpoint = open_source(folder)
-        skeleton = checkpoint.skeleton()
+        skeleton = checkpoint.skeleton(use_linear_experts=True)
         weights = checkpoint.weight_map(skeleton)
     except SourceError as error:
         report.add("files", [str(error)], "")
@@ -126,6 +128,9 @@ def verify_checkpoint(
     config = _check_config(report, checkpoint)
     if config is None or not _check_layers(report, config, skeleton, weights.packed, weights.names):
         return report
+    if config.kv_scales or stored_kv_scales(checkpoint.tensors):
+        problems = kv_scale_problems(checkpoint, skeleton, announced=config.kv_scales)
+        report.add("kv_scales", problems, "every attention layer has scales for keys and values, as config.json says")
     layers = _check_codes(report, checkpoint, config, skeleton)
     _check_engine_rules(report, checkpoint.config.model_type, checkpoint.dtype, config, layers)
     if not load_model:
@@ -178,6 +183,7 @@ def _check_against_source(
         report.add("same_source", other, f"it was made of {source.name}")
     coded = code_tensors({name: info.dtype for name, info in checkpoint.tensors.items()})
     codes = {name for layer in packed.values() for name in coded[layer]}
+    codes |= set(stored_kv_scales(checkpoint.tensors)) - source.tensors.keys()
     rewritten = set((manifest or {}).get("rewritten_tensors") or ())
     replaced = {f"{layer}.weight" for layer in packed.values()}
     lost = [f"{name} is lost" for name in source.tensors if name not in checkpoint.tensors and name not in replaced]
@@ -253,7 +259,10 @@ def _check_layers(
     for name, module in skeleton.named_modules():
         if not isinstance(module, nn.Linear):
             continue
-        targeted, is_packed = config.scheme_of(name) is not None, f"{name}.weight" in packed
+        on_disk = [stored.removesuffix(".weight") for stored in names.get(f"{name}.weight", ())]
+        is_packed = f"{name}.weight" in packed
+        called = [packed[f"{name}.weight"]] if is_packed else [name, *on_disk[:1]]  # a tied head by either
+        targeted = all(config.scheme_of(one) is not None for one in called)
         if targeted and not is_packed:
             problems.append(f"{name} is neither quantized nor ignored")
         elif is_packed and not targeted:
@@ -293,7 +302,7 @@ def _check_engine_rules(
     report: VerifyReport, model_type: str, dtype: torch.dtype, config: StoredConfig, layers: list[StoredLayer]
 ) -> None:
     """What vLLM asks of a checkpoint beyond the format."""
-    shapes = {layer.name: (layer.weight.codes.shape[0], layer.weight.codes.shape[1]) for layer in layers}
+    shapes = {layer.on_disk: (layer.weight.codes.shape[0], layer.weight.codes.shape[1]) for layer in layers}
     problems = vllm_problems(model_type, config, list(shapes))
     report.add(
         "engine_rules", problems, "fused layers share a scheme; bits and group sizes are those of vLLM's kernels"
@@ -344,10 +353,16 @@ def _check_reader(
     except CheckpointError as error:
         report.add("reader", [str(error)], "")
         return
+    if stored_kv_scales(checkpoint.tensors):
+        read = kv_scales_in(reader.model)
+        different += [f"{name} is another in transformers" for name, v in read.items() if v != checkpoint.read(name)]
+        if not read:
+            report.notes.append("transformers does not take the scales of keys and values; vLLM reads them by itself")
     report.add("weights", different, f"the weights of {len(layers)} layers are what transformers computes, bit for bit")
     has_inputs = any(layer.weight.scheme.input is not None for layer in layers)
     if has_inputs and not reader.quantizes_inputs:
-        report.notes.append("transformers cannot quantize inputs beside zero points: its logits were not compared")
+        why = "the reader cannot quantize inputs beside zero points or in experts"
+        report.notes.append(f"{why}: its logits were not compared")
     elif expected is not None:
         tolerance = INPUT_LOGIT_TOLERANCE if has_inputs else LOGIT_TOLERANCE
         gap, size = expected.distance(reader.logits(expected.token_ids))

@@ -64,6 +64,8 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
         "gemma3": "Gemma3TextConfig",
         "phi3": "Phi3Config",
         "mixtral": "MixtralConfig",
+        "qwen2_moe": "Qwen2MoeConfig",
+        "qwen3_moe": "Qwen3MoeConfig",
     }
     if family == "mistral":
         settings["sliding_window"] = 24
@@ -77,7 +79,10 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
         settings |= {"original_max_position_embeddings": 2048, "sliding_window": None}
     elif family == "mixtral":
         settings |= {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}
-    if family in ("qwen2", "phi3"):
+    elif family in ("qwen2_moe", "qwen3_moe"):
+        settings |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        settings |= {"norm_topk_prob": True} if family == "qwen3_moe" else {"shared_expert_intermediate_size": 96}
+    if family in ("qwen2", "phi3", "qwen2_moe"):
         del settings["head_dim"]  # these derive it: hidden_size / num_attention_heads = 16
     settings |= overrides
     if family == "gemma3" and "num_hidden_layers" in overrides and "layer_types" not in overrides:

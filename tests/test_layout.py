@@ -37,6 +37,7 @@ ALLOWED = {
             "jinja2",
             "markupsafe",
             "httpx",
+            "lm_eval",  # the extra lm-eval; at the top of the adapter alone
         ),
     },
     "quantkit": {
@@ -44,6 +45,7 @@ ALLOWED = {
         *("torch", "transformers", "accelerate", "compressed_tensors", "gguf", "safetensors", "huggingface_hub"),
         *("greenlet", "numpy", "scipy", "pydantic", "pydantic_core", "yaml", "jinja2", "markupsafe", "click", "rich"),
         *("jsonschema", "referencing"),
+        "lm_eval",  # the extra lm-eval; at the top of lm_eval_model.py alone
         "datasets",  # an extra; imported where a recipe names a dataset
         *("fastapi", "starlette", "uvicorn", "llguidance"),  # the extra serve; the first two at the top of serve/http
     },

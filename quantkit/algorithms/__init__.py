@@ -11,7 +11,7 @@ together by stacking their rows. ``wanted(options)`` of the file says what of th
 
 import importlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -58,6 +58,14 @@ class Algorithm:
     def needs_calibration(self) -> bool:
         """Whether it looks at inputs at all."""
         return bool(self.wanted)
+
+    def for_layer(self, name: str) -> "Algorithm":
+        """The same without what the options leave out for a layer."""
+        correction = getattr(self.options, "target_correction", None)
+        if correction is None or correction.covers(name):
+            return self
+        options = replace(self.options, target_correction=None)
+        return replace(self, options=options, wanted=replace(self.wanted, original=False))
 
 
 ALGORITHMS = {  # recipe name -> module; imported on first use

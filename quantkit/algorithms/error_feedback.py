@@ -5,6 +5,9 @@ from torch import Tensor
 
 from quantkit.errors import QuantizationError
 from quantkit.scheme import QuantScheme
+from quantkit_kernels import gptq_columns
+from quantkit_kernels.dispatch import triton_blocker
+from quantkit_kernels.reference import MAX_BLOCK_SIZE
 
 MAX_DAMP_FRACTION = 1.0
 _STRIP = 16  # columns that are updated one by one; the rest of a block is updated once a strip
@@ -32,7 +35,8 @@ def factor_inverse(hessian: Tensor, damp_fraction: float) -> tuple[Tensor, float
         # J H J = L L^T  =>  inverse(H) = (J inverse(L) J)^T (J inverse(L) J), and J inverse(L) J is upper triangular.
         lower, failed = torch.linalg.cholesky_ex(damped)
         if not failed and torch.isfinite(lower).all():
-            inverse = torch.linalg.solve_triangular(lower, torch.eye(len(lower), dtype=lower.dtype), upper=False)
+            identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
+            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
             return inverse.flip(0, 1).float().contiguous(), tried
         tried = min(tried * 10, MAX_DAMP_FRACTION) if tried < MAX_DAMP_FRACTION else torch.inf
     raise QuantizationError(
@@ -52,6 +56,9 @@ def solve_columns(
 ) -> Tensor:
     """Algorithm 1 of the paper on columns in a given order, with scales that are fixed beforehand.
 
+    On a GPU a kernel solves the columns of a block (`quantkit_kernels.gptq_columns`). Its sums are added in another
+    order, which may move a code that lies half-way between two.
+
     Args:
         weight: [N, K] float32.
         scale: [N, G] in storage dtype.
@@ -67,11 +74,50 @@ def solve_columns(
     Source: arXiv:2210.17323, Algorithm 1.
     """
     w = weight.T[order].contiguous()  # [K, N]: a column of the paper is a row here, contiguous in memory
-    columns = w.shape[0]
-    group = (order // (columns // scale.shape[1])).tolist()
-    scales = scale.float().T.contiguous()
+    groups = order // (len(order) // scale.shape[1])
+    solve = _solve_strips if triton_blocker(weight.device) is not None else _solve_blocks
+    zeros = None if zero_point is None else zero_point.T.contiguous()
+    codes = solve(w, scale.T.contiguous(), zeros, groups, factor, scheme, block_size)
+    result = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+    result[:, order] = codes.T
+    return result
+
+
+def _solve_blocks(
+    w: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    groups: Tensor,
+    factor: Tensor,
+    scheme: QuantScheme,
+    block_size: int,
+) -> Tensor:
+    """[K, N] int8 codes of columns [K, N] in solving order; scale and zero_point are [G, N]. A kernel a block."""
+    size = min(block_size, MAX_BLOCK_SIZE)
+    codes = torch.empty(w.shape, dtype=torch.int8, device=w.device)
+    for start in range(0, len(w), size):
+        block = slice(start, min(start + size, len(w)))
+        codes[block], errors = gptq_columns(
+            w[block], scale, groups[block], factor[block, block], scheme.code_min, scheme.code_max, zero_point
+        )
+        w[block.stop :].addmm_(factor[block, block.stop :].T, errors, alpha=-1.0)
+    return codes
+
+
+def _solve_strips(
+    w: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    groups: Tensor,
+    factor: Tensor,
+    scheme: QuantScheme,
+    block_size: int,
+) -> Tensor:
+    """The same column by column, as a CPU does it fastest."""
+    columns, group = w.shape[0], groups.tolist()
+    scales = scale.float()
     low, high = float(scheme.code_min), float(scheme.code_max)
-    offsets = None if zero_point is None else zero_point.float().T.contiguous()
+    offsets = None if zero_point is None else zero_point.float()
     codes = torch.empty_like(w)
     for start in range(0, columns, block_size):
         stop = min(start + block_size, columns)
@@ -94,7 +140,5 @@ def solve_columns(
             w[last:stop].addmm_(factor[first:last, last:stop].T, strip, alpha=-1.0)
         w[stop:].addmm_(factor[start:stop, stop:].T, errors, alpha=-1.0)  # lazy update of the columns still open
     if offsets is not None:
-        codes += offsets[torch.tensor(group)]
-    result = torch.empty(weight.shape, dtype=torch.int8)
-    result[:, order] = codes.T.to(torch.int8)
-    return result
+        codes += offsets[groups]
+    return codes.to(torch.int8)

@@ -1,5 +1,6 @@
 """GPTQ with its grid, its damping and its scales chosen by held-out error, one plain function a stage."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,6 +11,7 @@ from quantkit.algorithms import Solution
 from quantkit.algorithms.error_feedback import MAX_DAMP_FRACTION, factor_inverse, solve_columns
 from quantkit.algorithms.scale_refit import refit_scales
 from quantkit.algorithms.scale_search import search_qparams
+from quantkit.algorithms.target_correction import TargetCorrection, correct_target, original_error
 from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import QuantizationError
 from quantkit.primitives import QuantizedWeight
@@ -32,14 +34,18 @@ class Options:
             later), or ``auto`` (by held-out error).
         scale_refit: fit the scales again to the finished codes if that lowers the held-out error.
         block_size: columns whose errors are passed on to the rest in one matrix product.
+        target_correction: aim at the outputs of the original model's stream; None aims at the layer's own weight.
     """
 
     damp_fraction: tuple[float, ...] = (0.01,)
     scale_search: str = "diagonal"
     scale_refit: bool = True
     block_size: int = 128
+    target_correction: TargetCorrection | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.target_correction, Mapping):  # as a recipe has it
+            object.__setattr__(self, "target_correction", TargetCorrection(**self.target_correction))
         for fraction in self.damp_fraction:
             if not 0 < fraction <= MAX_DAMP_FRACTION:
                 raise TypeError(f"damp_fraction={fraction} is outside (0, {MAX_DAMP_FRACTION}]")
@@ -51,7 +57,10 @@ class Options:
 
 def wanted(options: Options) -> Wanted:
     """Second moments; of windows that judge apart from the rest, if there is something to choose."""
-    return Wanted(gram=True, held_out=_has_choices(options))
+    correction = options.target_correction
+    corrects = correction is not None and correction.alpha > 0
+    judges = _has_choices(options) or (correction is not None and corrects and correction.apply == "auto")
+    return Wanted(gram=True, held_out=judges, original=corrects)
 
 
 def _has_choices(options: Options) -> bool:
@@ -122,6 +131,7 @@ def gptq(
 ) -> Solution:
     """Quantize so that the layer's output on the calibration tokens changes least.
 
+    With a target correction that is the change from what the original model's layer answers in the original's stream.
     Scales are searched on the original weights and stay fixed; columns are visited by descending activation ("static"
     act-order), so groups keep their place and the file needs no g_idx. What there is to choose is chosen on a share of
     the rows, solved on most windows and judged on the others; then all rows are solved on all windows.
@@ -146,20 +156,32 @@ def gptq(
     if statistics is None or statistics.num_tokens == 0:
         raise QuantizationError("GPTQ needs calibration tokens and saw none", fix="Add calibration sources")
     stages: dict[str, Any] = {}
+    fallbacks: tuple[str, ...] = ()
+    fit_target = target = weight
+    if options.target_correction is not None:
+        kept, reason = _keeps_correction(weight, statistics, scheme, options, scale_dtype, stages)
+        fallbacks += () if reason is None else (reason,)
+        if kept:
+            assert statistics.original is not None
+            pair = statistics.fit_hessian(), statistics.original.fit_cross()
+            fit_target = correct_target(weight, *pair, options.target_correction)
+            pair = statistics.hessian(), statistics.original.cross()
+            target = correct_target(weight, *pair, options.target_correction)
+            moved = float((target - weight).square().sum() / weight.square().sum().clamp(min=1e-30))
+            stages["target_correction"]["relative_change"] = moved
     chosen = _Chosen(options.scale_search, options.damp_fraction[0], scale_refit=False)
     if _has_choices(options):
-        chosen = _choose(weight, statistics, scheme, options, scale_dtype, stages)
+        chosen = _choose(fit_target, statistics, scheme, options, scale_dtype, stages)
     hessian = statistics.hessian()
     diagonal = hessian.diagonal().clone()
-    problem = _Problem.pose(weight, hessian, scheme, options.block_size)
+    problem = _Problem.pose(target, hessian, scheme, options.block_size)
     factor, damp_fraction = problem.factor(chosen.damp_fraction)
     solved = problem.solve(problem.search(chosen.grid, diagonal, factor, scale_dtype), factor)
     if chosen.scale_refit:
         solved = problem.refit(solved)
-    fallbacks: tuple[str, ...] = ()
     if damp_fraction not in options.damp_fraction:
         asked = ", ".join(f"{fraction:g}" for fraction in options.damp_fraction)
-        fallbacks = (f"damp_fraction raised from {asked} to {damp_fraction:g}",)
+        fallbacks += (f"damp_fraction raised from {asked} to {damp_fraction:g}",)
     return Solution(solved, damp_fraction, int((diagonal <= 0).sum()), fallbacks, stages)
 
 
@@ -170,6 +192,44 @@ class _Chosen:
     grid: str
     damp_fraction: float
     scale_refit: bool
+
+
+def _keeps_correction(
+    weight: Tensor,
+    statistics: InputStatistics,
+    scheme: QuantScheme,
+    options: Options,
+    scale_dtype: torch.dtype,
+    stages: dict[str, Any],
+) -> tuple[bool, str | None]:
+    """Whether the target is corrected; and in words, if something else than asked is done. What was tried: stages."""
+    correction, stream = options.target_correction, statistics.original
+    assert correction is not None
+    assert stream is not None
+    record: dict[str, Any] = {"kept": False, "alpha": correction.alpha, "damping": correction.damping}
+    stages["target_correction"] = record
+    if stream.num_tokens != statistics.num_tokens:
+        return False, "target not corrected: the original's stream routes other tokens to this layer"
+    if correction.apply == "always":
+        record["kept"] = True
+        return True, None
+    pairs = stream.pairs()
+    if not pairs:
+        return False, "target not corrected: there are no held-out windows to judge by"
+    rows = weight[:: -(-weight.shape[0] // _TRIAL_ROWS)]
+    targets = {"without": rows, "with": correct_target(rows, statistics.fit_hessian(), stream.fit_cross(), correction)}
+    diagonal = statistics.fit_hessian().diagonal().clone()
+    errors: dict[str, dict[str, float]] = {f"sources[{number}]": {} for number in pairs}
+    for name, target in targets.items():
+        problem = _Problem.pose(target, statistics.fit_hessian(), scheme, options.block_size)
+        factor, _ = problem.factor(options.damp_fraction[0])
+        grid = "diagonal" if options.scale_search == "auto" else options.scale_search
+        solved = problem.solve(problem.search(grid, diagonal, factor, scale_dtype), factor).dequantize()
+        for number, pair in pairs.items():
+            errors[f"sources[{number}]"][name] = original_error(rows, solved, pair)
+    record["errors"] = errors
+    record["kept"] = all(error["with"] < error["without"] for error in errors.values())
+    return record["kept"], None
 
 
 def _choose(

@@ -34,7 +34,7 @@ def refit_scales(weight: Tensor, quantized: QuantizedWeight, hessian: Tensor) ->
     for start in range(0, rows, _PIECE_ROWS):
         part = slice(start, min(start + _PIECE_ROWS, rows))
         offset = None if zero_point is None else zero_point[part]
-        ones = torch.ones(old[part].shape)
+        ones = torch.ones(old[part].shape, device=old.device)
         centered = QuantizedWeight(quantized.codes[part], ones, quantized.scheme, offset).dequantize()  # codes - zero
         grouped = centered.reshape(len(ones), groups, -1)
         size = grouped.shape[-1]

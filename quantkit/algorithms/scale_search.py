@@ -41,8 +41,8 @@ def search_qparams(
     measure = importance.float().reshape(groups, -1)
     # A group that no token activates is judged by the plain error, so that its scale still means something.
     measure = torch.where(measure.sum(-1, keepdim=True) > 0, measure, torch.ones_like(measure))
-    scale = torch.empty(rows, groups, dtype=scale_dtype)
-    zero_point = None if scheme.symmetric else torch.empty(rows, groups, dtype=torch.int8)
+    scale = torch.empty(rows, groups, dtype=scale_dtype, device=weight.device)
+    zero_point = None if scheme.symmetric else torch.empty_like(scale, dtype=torch.int8)
     step = max(1, _PIECE_BYTES // (columns * 4))
     for start in range(0, rows, step):
         piece = weight[start : start + step].reshape(-1, groups, columns // groups)
@@ -57,9 +57,9 @@ def search_qparams(
 def _search_rows(w: Tensor, measure: Tensor, scheme: QuantScheme) -> tuple[Tensor, Tensor]:
     """Best scale (1 for a group of zeros) and zero point, both [R, G], of [R, G, g] weights."""
     weighted = w * measure
-    best_gain = torch.zeros(w.shape[:2])
-    best_scale = torch.ones(w.shape[:2])
-    best_zero = torch.zeros(w.shape[:2])
+    best_gain = torch.zeros(w.shape[:2], device=w.device)
+    best_scale = torch.ones_like(best_gain)
+    best_zero = torch.zeros_like(best_gain)
     for inverse, zero in _trials(w, scheme):
         codes = (w * inverse.unsqueeze(-1)).round_()
         if zero is None:

@@ -31,12 +31,14 @@ class CalibrationSet:
         token_mask: [W, T] bool, whether a token counts in the statistics; padding never does.
         lengths: [W] int64 tokens of each window that are not padding.
         sources: what came from where, for the record.
+        source_of: [W] int64, which of them each window is of.
     """
 
     token_ids: Tensor
     token_mask: Tensor
     lengths: Tensor
     sources: list[dict[str, Any]] = field(default_factory=list)
+    source_of: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
 
     @property
     def num_tokens(self) -> int:
@@ -83,22 +85,22 @@ def build_calibration(calibration: Calibration, model: ModelSource, progress: Pr
     tokenizer = DocumentTokenizer(model.tokenizer())
     sources = calibration.sources or default_sources(chat=tokenizer.has_chat_template)
     _refuse_long_windows(calibration, model)
-    pieces: list[TokenizedDocument] = []
+    pieces: list[tuple[TokenizedDocument, int]] = []
     records = []
     for number, source in enumerate(sources):
         need = _num_tokens(source, calibration)
         drawn, record = draw_pieces(tokenizer, source, number, need, calibration, model, progress or (lambda *_: None))
-        pieces += drawn
+        pieces += [(piece, number) for piece in drawn]
         records.append(record)
-    pieces.sort(key=lambda piece: -len(piece.token_ids))
-    lengths = torch.tensor([len(piece.token_ids) for piece in pieces])
+    pieces.sort(key=lambda piece: -len(piece[0].token_ids))
+    lengths = torch.tensor([len(piece.token_ids) for piece, _ in pieces])
     token_ids = torch.zeros(len(pieces), int(lengths[0]), dtype=torch.int64)
     token_mask = torch.zeros(token_ids.shape, dtype=torch.bool)
-    for row, piece in enumerate(pieces):
+    for row, (piece, _) in enumerate(pieces):
         token_ids[row, : lengths[row]] = torch.tensor(piece.token_ids)
         token_mask[row, : lengths[row]] = torch.tensor(piece.counted)
     _refuse_unusable(token_ids, token_mask, model)
-    return CalibrationSet(token_ids, token_mask, lengths, records)
+    return CalibrationSet(token_ids, token_mask, lengths, records, torch.tensor([number for _, number in pieces]))
 
 
 def draw_pieces(

@@ -32,7 +32,7 @@ class MagnitudeHistogram:
             return
         size = x.detach().float().abs().reshape(-1)
         self.absmax = max(self.absmax, float(size.max()))
-        self.counts += torch.bincount(size.view(torch.int32) >> _SHIFT, minlength=_NUM_BINS)
+        self.counts += torch.bincount(size.view(torch.int32) >> _SHIFT, minlength=_NUM_BINS).to(self.counts.device)
 
     def values(self) -> Tensor:
         """[B] float64 middle of each bin; 0 for the lowest."""

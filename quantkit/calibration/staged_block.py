@@ -14,8 +14,10 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
+from quantkit.calibration.expert_tokens import ExpertTokens
 from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import CalibrationError, QuantizationError
+from quantkit.recipe.quantization import ROUTED, Experts
 
 
 @dataclass(slots=True)
@@ -27,67 +29,95 @@ class BlockBatch:
         token_mask: [B, T] bool, False for padding.
         kwargs: one mapping a decoder block: what the model passes to that block besides the hidden states.
         held_out: [B, T] bool, True for windows that only judge; None for none.
+        source: [B, 1] int64, the number of the calibration source of each window; None if it is not known.
     """
 
     hidden: Tensor
     token_mask: Tensor
     kwargs: Sequence[Mapping[str, Any]]
     held_out: Tensor | None = None
+    source: Tensor | None = None
 
 
 class StagedBlock:
     """Runs ``block`` over ``batches`` up to the input of a stage, and on from there.
+
+    Two may run one block side by side: with the layers as they are solved, and (`pass_by`) as they were before.
 
     Args:
         block: the decoder block, its weights in memory; layers are solved by writing ``weight`` in place.
         index: position of the block in the model.
         linears: the layers to solve, by name inside the block.
         batches: the windows; their ``hidden`` is replaced by :meth:`finish`.
+        options: which tokens the experts are calibrated with, if the block has some.
 
     Attributes:
         stages: layer names of each stage, in the order in which the block runs them.
+        experts: which of the tokens reach each expert.
 
     Raises:
-        QuantizationError: a layer is never run by the first window (an expert that is not routed to).
+        QuantizationError: a layer is never run by the first window.
     """
 
     def __init__(
-        self, block: nn.Module, index: int, linears: Mapping[str, nn.Linear], batches: Sequence[BlockBatch]
+        self,
+        block: nn.Module,
+        index: int,
+        linears: Mapping[str, nn.Linear],
+        batches: Sequence[BlockBatch],
+        options: Experts = ROUTED,
     ) -> None:
         self._block, self._index, self._linears, self._batches = block, index, dict(linears), batches
+        self.experts = ExpertTokens(block, index, self._linears, options, self._position)
         self.stages = discover_stages(block, index, self._linears, batches[0])
         self._solved: set[str] = set()
         self._input_transforms: dict[str, Callable[[Tensor], Tensor]] = {}
         self._passes = [greenlet(self._run) for _ in batches]
+        self._own = frozenset(self._passes)
         self._waiting: list[tuple[str, Tensor] | None] = [None] * len(batches)
         leaders = {stage[0] for stage in self.stages}
+        self.experts.watch()
         self._handles = [
             module.register_forward_pre_hook(self._door(name, name in leaders)) for name, module in linears.items()
         ]
 
-    def collect(self, stage: Sequence[str], wanted: Wanted) -> InputStatistics:
+    def collect(self, stage: Sequence[str], wanted: Wanted, original: "StagedBlock | None" = None) -> InputStatistics:
         """Statistics of the input that the layers of ``stage`` share, over all windows, after what is solved so far.
 
         Args:
             stage: of ``stages``; the ones before it are solved.
             wanted: what to collect.
+            original: the same block over the same windows with the original's weights and inputs, for
+                ``wanted.original``; it has passed by the stages before.
 
         Raises:
-            CalibrationError: the inputs are not finite.
+            CalibrationError: the inputs are not finite, or an expert gets too few of the tokens.
         """
         leader = stage[0]
         statistics = InputStatistics(self._linears[leader].in_features, wanted)
         for position, batch in enumerate(self._batches):
-            waiting = self._waiting[position]
-            if waiting is None or waiting[0] in self._solved:
-                waiting = self._advance(position)
-            if waiting is None or waiting[0] != leader:
-                continue  # this batch never reaches the stage (no token is routed to it)
+            x = self._input_of(leader, position)
+            if x is None or not x.numel():
+                continue  # no token of this batch reaches the stage
+            token_mask, held_out = (
+                self.experts.select(leader, position, of_tokens) for of_tokens in (batch.token_mask, batch.held_out)
+            )
             try:
-                statistics.add(waiting[1], batch.token_mask, batch.held_out)
+                statistics.add(x, token_mask, held_out)
             except FloatingPointError as error:
                 raise CalibrationError(f"block {self._index}, {leader}: {error}") from error
+            other = original._input_of(leader, position) if original is not None and wanted.original else None
+            if other is not None and other.shape == x.shape and not self.experts.has_own_tokens(leader):
+                statistics.add_original(x, other, batch.token_mask, batch.held_out, batch.source)
+        self.experts.check(leader, [_solving_tokens(batch) for batch in self._batches])
         return statistics
+
+    def pass_by(self, stage: Sequence[str]) -> None:
+        """Let every window go on through the layers of ``stage`` with the weights that they have now."""
+        self.solved(stage)
+        for position, waiting in enumerate(self._waiting):
+            if waiting is not None and waiting[0] in self._solved:
+                self._advance(position)
 
     def solved(self, stage: Sequence[str], input_transform: Callable[[Tensor], Tensor] | None = None) -> None:
         """Say that the layers of ``stage`` have their final weights.
@@ -108,6 +138,19 @@ class StagedBlock:
                 self._advance(position)
         for handle in self._handles:
             handle.remove()
+        self.experts.finish()
+
+    def _position(self) -> int | None:
+        """The number of the batch whose pass is running; None for a pass of another."""
+        running = getcurrent()
+        return self._passes.index(running) if running in self._own else None
+
+    def _input_of(self, leader: str, position: int) -> Tensor | None:
+        """The input of a stage, which a pass waits with or goes on to; None if it never gets there."""
+        waiting = self._waiting[position]
+        if waiting is None or waiting[0] in self._solved:
+            waiting = self._advance(position)
+        return waiting[1] if waiting is not None and waiting[0] == leader else None
 
     def _advance(self, position: int) -> tuple[str, Tensor] | None:
         """Let a pass go on until it waits before an unsolved stage; returns where it waits, None at its end."""
@@ -128,12 +171,19 @@ class StagedBlock:
         """A hook that waits before an unsolved stage, and transforms the input of a solved one."""
 
         def hook(_: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+            if getcurrent() not in self._own:
+                return None  # a pass of another
             if leads and name not in self._solved:
                 getcurrent().parent.switch((name, args[0]))
             transform = self._input_transforms.get(name)
             return None if transform is None else (transform(args[0]), *args[1:])
 
         return hook
+
+
+def _solving_tokens(batch: BlockBatch) -> Tensor:
+    """[B, T] bool: the tokens that count and do not only judge."""
+    return batch.token_mask if batch.held_out is None else batch.token_mask & ~batch.held_out
 
 
 def discover_stages(

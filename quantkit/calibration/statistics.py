@@ -6,7 +6,11 @@ import torch
 from torch import Tensor
 
 from quantkit.calibration.input_range import MagnitudeHistogram
+from quantkit.calibration.original_stream import OriginalStream
+from quantkit_kernels import hessian_accumulate
+from quantkit_kernels.dispatch import triton_blocker
 
+CPU = torch.device("cpu")
 _TILE = 256  # columns of a tile of the symmetric product; smaller tiles skip more of the lower half but run slower
 SAMPLE_TOKENS = 512  # tokens kept as they are, for trials that need inputs and not only their moments
 
@@ -14,12 +18,17 @@ SAMPLE_TOKENS = 512  # tokens kept as they are, for trials that need inputs and 
 def add_gram(total: Tensor, x: Tensor) -> None:
     """Add ``x.T @ x`` to the upper triangle (by tiles) of ``total``, in place.
 
-    Only tiles on and above the diagonal are computed: for K = 1536 that is 58 % of the work of the full product.
+    Only tiles on and above the diagonal are computed: for K = 1536 that is 58 % of the work of the full product. On a
+    GPU that is one kernel, which multiplies 16-bit inputs as they are: products of those are exact in float32.
 
     Args:
         total: [K, K] float32; tiles below the diagonal are left alone.
-        x: [M, K] float32.
+        x: [M, K] floating.
     """
+    if triton_blocker(x.device) is None:
+        hessian_accumulate(x, total)
+        return
+    x = x.float()
     columns = x.shape[1]
     for start in range(0, columns, _TILE):
         stop = min(start + _TILE, columns)
@@ -36,6 +45,7 @@ class Wanted:
         columns: mean square, mean and largest absolute value of each column.
         histogram: of the absolute values of all columns together.
         sample: a few hundred tokens as they are.
+        original: the original model's inputs beside these.
     """
 
     gram: bool = False
@@ -43,6 +53,7 @@ class Wanted:
     columns: bool = False
     histogram: bool = False
     sample: bool = False
+    original: bool = False
 
     def __or__(self, other: "Wanted") -> "Wanted":
         """What either of them wants."""
@@ -62,6 +73,8 @@ class InputStatistics:
         num_tokens: tokens added so far, those of held-out windows among them.
         num_held_out: tokens of held-out windows.
         histogram: of |x|; None unless wanted.
+        original: these inputs beside the original model's; None unless wanted.
+        device: where the inputs come from, and where all but the histogram is kept.
     """
 
     in_features: int
@@ -69,6 +82,8 @@ class InputStatistics:
     num_tokens: int = 0
     num_held_out: int = 0
     histogram: MagnitudeHistogram | None = None
+    original: OriginalStream | None = None
+    device: torch.device = CPU
     _gram: Tensor | None = None
     _held_out: Tensor | None = None
     _sum_abs: Tensor | None = None
@@ -77,19 +92,21 @@ class InputStatistics:
     _sample: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        size = self.in_features
+        size, device = self.in_features, self.device
         if self.wanted.gram:
-            self._gram = torch.zeros(size, size)
+            self._gram = torch.zeros(size, size, device=device)
         if self.wanted.held_out:
-            self._held_out = torch.zeros(size, size)
+            self._held_out = torch.zeros(size, size, device=device)
         if self.wanted.columns:
             self._sum_abs, self._sum_square = (
-                torch.zeros(size, dtype=torch.float64),
-                torch.zeros(size, dtype=torch.float64),
+                torch.zeros(size, dtype=torch.float64, device=device),
+                torch.zeros(size, dtype=torch.float64, device=device),
             )
-            self._absmax = torch.zeros(size)
+            self._absmax = torch.zeros(size, device=device)
         if self.wanted.histogram:
             self.histogram = MagnitudeHistogram()
+        if self.wanted.original:
+            self.original = OriginalStream(size, device)
 
     def add(self, x: Tensor, token_mask: Tensor | None = None, held_out: Tensor | None = None) -> None:
         """Count the tokens of ``x``.
@@ -104,11 +121,13 @@ class InputStatistics:
         """
         rows = x.reshape(-1, self.in_features)
         keep = None if token_mask is None or bool(token_mask.all()) else token_mask.reshape(-1)
-        rows = (rows if keep is None else rows[keep]).float()
-        if not torch.isfinite(rows.sum()):
+        rows = rows if keep is None else rows[keep]
+        wide = rows.float()
+        if not torch.isfinite(wide.sum()):
             raise FloatingPointError("the inputs contain NaN or infinity")
         self.num_tokens += rows.shape[0]
-        self._add_columns(rows)
+        self._add_columns(wide)
+        rows = wide if rows.device.type == "cpu" else rows  # widened once for all
         if self._held_out is not None and held_out is not None and bool(held_out.any()):
             judges = held_out.reshape(-1) if keep is None else held_out.reshape(-1)[keep]
             apart = rows[judges]
@@ -117,6 +136,33 @@ class InputStatistics:
             rows = rows[~judges]
         if self._gram is not None:
             add_gram(self._gram, rows)
+
+    def add_original(
+        self,
+        x: Tensor,
+        original: Tensor,
+        token_mask: Tensor | None = None,
+        held_out: Tensor | None = None,
+        source: Tensor | None = None,
+    ) -> None:
+        """Count the tokens of ``x`` beside the original model's.
+
+        Args:
+            x: [..., K] inputs of the layer.
+            original: [..., K] inputs of the same layer and the same tokens in the original model.
+            token_mask: [...] bool, False where a token is padding; None counts all.
+            held_out: [...] bool, True for tokens of windows that only judge; None for none.
+            source: [...] int64, the number of the calibration source of each token; None for one source.
+        """
+        assert self.original is not None, "the original stream was not asked for"
+        shape = x.shape[:-1]
+        keep = torch.ones(shape, dtype=torch.bool) if token_mask is None else token_mask
+        self.original.add(
+            x[keep].float(),
+            original[keep],
+            None if held_out is None else held_out.expand(shape)[keep],
+            None if source is None else source.expand(shape)[keep],
+        )
 
     def _add_columns(self, rows: Tensor) -> None:
         if self._sum_abs is not None and rows.shape[0]:
@@ -176,7 +222,7 @@ class InputStatistics:
     @property
     def sample(self) -> Tensor:
         """[S, K] float32 tokens as they are, evenly taken; S is at most ``SAMPLE_TOKENS``."""
-        rows = torch.cat(self._sample) if self._sample else torch.zeros(0, self.in_features)
+        rows = torch.cat(self._sample) if self._sample else torch.zeros(0, self.in_features, device=self.device)
         return rows[:: max(1, -(-rows.shape[0] // SAMPLE_TOKENS))]
 
 

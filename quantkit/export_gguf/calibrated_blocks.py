@@ -1,6 +1,6 @@
 """A model run over calibration windows block by block, each layer known by its GGUF name."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +18,7 @@ from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.recipe.calibration import Calibration, JsonlSource, TextSource
 from quantkit.source import ModelSource
 
+Progress = Callable[[str, int, int], None]
 BATCH_TOKENS = 2048
 _COLUMNS = Wanted(columns=True)
 
@@ -84,6 +85,19 @@ def run_blocks(plan: ExportPlan, windows: CalibrationSet) -> Iterator[Calibrated
         yield CalibratedBlock(staged, linears, tensors)
         staged.finish()
         forget_weights([block])
+
+
+def measure_importance(
+    plan: ExportPlan, windows: CalibrationSet, progress: Progress | None = None
+) -> dict[str, Tensor]:
+    """The importance of all blocks together; see :func:`collect_importance`."""
+    importance: dict[str, Tensor] = {}
+    total = int(plan.source.config.num_hidden_layers)
+    for done, block in enumerate(collect_importance(plan, windows), start=1):
+        importance |= block
+        if progress is not None:
+            progress("measure", done, total)
+    return importance
 
 
 def collect_importance(plan: ExportPlan, windows: CalibrationSet) -> Iterator[dict[str, Tensor]]:

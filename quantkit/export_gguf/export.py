@@ -21,7 +21,7 @@ from quantkit.export_gguf.plan import ExportPlan, make_export_plan, tensor_bytes
 from quantkit.export_gguf.tensors import ExportTensor, ParameterReader
 from quantkit.export_gguf.tokenizer import add_tokenizer
 from quantkit.formats.gguf.blocks import encode_rows
-from quantkit.gguf_source import file_sha256
+from quantkit.gguf_source import CONFIG_KEY, file_sha256
 from quantkit.model_folder import read_json
 from quantkit.source import ModelSource
 
@@ -78,6 +78,7 @@ def write_plan(
     solved_blocks: Iterator[Solved] | None = None,
     split_bytes: int = 0,
     overwrite: bool = False,
+    provenance: Mapping[str, str] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a planned file; see :func:`export_gguf`.
@@ -89,6 +90,7 @@ def write_plan(
         solved_blocks: gives, decoder block by decoder block, the bytes of tensors that are solved already.
         split_bytes: as there.
         overwrite: as there.
+        provenance: more keys under ``quantkit.*`` and their values.
         progress: as there.
     """
     started = time.perf_counter()
@@ -97,6 +99,8 @@ def write_plan(
     encoder = _Encoder(plan, weights, solved_blocks)
     with open_output(path, plan.family.name, split_bytes=split_bytes, overwrite=overwrite) as writer:
         notes = _add_metadata(writer, plan)
+        for key, text in (provenance or {}).items():
+            writer.add_string(f"quantkit.{key}", text)
         for name, value in plan.rope.items():
             writer.add_tensor_info(name, value.shape, np.dtype(np.float32), value.numel() * 4)
         for tensor in plan.tensors:
@@ -175,6 +179,7 @@ def _add_metadata(writer: GGUFWriter, plan: ExportPlan) -> list[str]:
     tokenizer = source.tokenizer()
     add_tokenizer(writer, tokenizer, plan.vocabulary, _end_tokens(source))
     writer.add_string("quantkit.version", __version__)
+    writer.add_string(CONFIG_KEY, (source.folder / "config.json").read_text(encoding="utf-8"))
     writer.add_string("quantkit.source", source.name)
     writer.add_string("quantkit.source_fingerprint", source.fingerprint())
     if source.revision:

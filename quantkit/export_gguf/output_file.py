@@ -1,15 +1,19 @@
 """The file while it is written: under a temporary name until it is whole, in parts if it is to be split."""
 
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from glob import escape
 from pathlib import Path
 
 from gguf import GGUFWriter
 
 from quantkit.errors import CheckpointError, UsageError
+
+_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")
 
 
 @contextmanager
@@ -28,7 +32,7 @@ def open_output(path: Path, arch: str, *, split_bytes: int = 0, overwrite: bool 
     """
     if path.suffix != ".gguf":
         raise UsageError(f"{path.name} does not end with .gguf")
-    if not overwrite and (path.exists() or any(path.parent.glob(f"{path.stem}-*-of-*.gguf"))):
+    if not overwrite and (path.exists() or parts_of(path)):
         raise UsageError(f"{path} exists", fix="Choose another name, or --overwrite")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,7 +52,7 @@ def open_output(path: Path, arch: str, *, split_bytes: int = 0, overwrite: bool 
 
 
 def _take_places(folder: Path, path: Path) -> None:
-    for old in (path, *path.parent.glob(f"{path.stem}-*-of-*.gguf")):
+    for old in (path, *parts_of(path)):
         old.unlink(missing_ok=True)
     for part in sorted(folder.iterdir()):
         with part.open("rb") as file:
@@ -58,4 +62,16 @@ def _take_places(folder: Path, path: Path) -> None:
 
 def written_files(path: Path) -> list[Path]:
     """The file, or its parts in order."""
-    return [path] if path.exists() else sorted(path.parent.glob(f"{path.stem}-*-of-*.gguf"))
+    return [path] if path.exists() else parts_of(path)
+
+
+def all_parts(path: Path) -> list[Path]:
+    """All parts of the file of which ``path`` is one, in order; the file itself if it is whole."""
+    match = _PART.fullmatch(path.stem)
+    return sorted(path.parent.glob(f"{escape(match[1])}-*-of-{match[2]}.gguf")) if match else [path]
+
+
+def parts_of(path: Path) -> list[Path]:
+    """The parts of a split file that are there, in order."""
+    number = "[0-9]" * 5
+    return sorted(path.parent.glob(f"{escape(path.stem)}-{number}-of-{number}.gguf"))

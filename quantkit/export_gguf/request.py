@@ -1,6 +1,6 @@
 """What a user asks of an export, and the order in which it is done: plan, measure, choose types, write."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,9 @@ from torch import Tensor
 from quantkit.calibration.dataset import CalibrationSet
 from quantkit.errors import UsageError
 from quantkit.export_gguf.allocation import allocate_types
-from quantkit.export_gguf.calibrated_blocks import calibration_windows, collect_importance
+from quantkit.export_gguf.calibrated_blocks import calibration_windows, measure_importance
 from quantkit.export_gguf.error_feedback import solve_blocks
-from quantkit.export_gguf.export import Solved, write_plan
+from quantkit.export_gguf.export import write_plan
 from quantkit.export_gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from quantkit.export_gguf.plan import ExportPlan, make_export_plan
 from quantkit.source import open_source
@@ -78,42 +78,76 @@ def run_export(request: ExportRequest, progress: Progress | None = None) -> dict
         pretokenizer=request.pretokenizer,
     )
     importance = read_imatrix(request.imatrix).means if request.imatrix is not None else {}
-    solved: Iterator[Solved] | None = None
     windows = None
     if request.calibration is not None:
         windows = calibration_windows(source, request.calibration, request.tokens)
         if not request.error_feedback or request.target_bpw or request.save_imatrix:
-            importance = _measure(plan, windows, progress)
+            importance = measure_importance(plan, windows, progress)
             _save(request, importance, windows)
-    notes = []
-    if request.target_bpw is not None and windows is not None:
-        types, note = allocate_types(plan, importance, windows, request.target_bpw, pinned=request.overrides)
-        plan, notes = replace(plan, types=types), [note]
-    if request.error_feedback and windows is not None:
-        solved = solve_blocks(plan, windows)
-    split_bytes = int((request.split_size or 0) * 1e9)
-    record = write_plan(
+    return write_calibrated(
         plan,
         request.path,
-        importance=importance,
-        solved_blocks=solved,
-        split_bytes=split_bytes,
+        windows,
+        importance,
+        target_bpw=request.target_bpw,
+        error_feedback=request.error_feedback,
+        overrides=request.overrides,
+        split_bytes=int((request.split_size or 0) * 1e9),
         overwrite=request.overwrite,
+        progress=progress,
+    )
+
+
+def write_calibrated(
+    plan: ExportPlan,
+    path: Path,
+    windows: CalibrationSet | None,
+    importance: Mapping[str, Tensor],
+    *,
+    target_bpw: float | None = None,
+    error_feedback: bool = False,
+    overrides: tuple[tuple[str, str], ...] = (),
+    split_bytes: int = 0,
+    overwrite: bool = False,
+    provenance: Mapping[str, str] | None = None,
+    progress: Progress | None = None,
+) -> dict[str, Any]:
+    """Choose types if a size is given, solve if feedback is asked for, and write.
+
+    Args:
+        plan: of the file.
+        path: of the file.
+        windows: calibration tokens, which ``target_bpw`` and ``error_feedback`` need.
+        importance: GGUF name -> mean squares of the input columns.
+        target_bpw: bits a weight for which types are chosen.
+        error_feedback: solve layers with GPTQ.
+        overrides: of the plan: tensors whose type is not chosen.
+        split_bytes: largest part; 0 for one file.
+        overwrite: replace a file that is there.
+        provenance: written into the file under ``quantkit.*``.
+        progress: is called with (stage, done, total).
+
+    Returns:
+        The record of the file.
+    """
+    notes = []
+    if target_bpw is not None:
+        assert windows is not None, "types are chosen on calibration windows"
+        types, note = allocate_types(plan, importance, windows, target_bpw, pinned=overrides)
+        plan, notes = replace(plan, types=types), [note]
+    record = write_plan(
+        plan,
+        path,
+        importance=importance,
+        solved_blocks=solve_blocks(plan, windows) if error_feedback and windows is not None else None,
+        split_bytes=split_bytes,
+        overwrite=overwrite,
+        provenance=provenance,
         progress=progress,
     )
     record["notes"] += notes
     record["calibration"] = windows.to_record() if windows is not None else None
     return record
-
-
-def _measure(plan: ExportPlan, windows: CalibrationSet, progress: Progress | None) -> dict[str, Tensor]:
-    importance: dict[str, Tensor] = {}
-    total = int(plan.source.config.num_hidden_layers)
-    for done, block in enumerate(collect_importance(plan, windows), start=1):
-        importance |= block
-        if progress is not None:
-            progress("measure", done, total)
-    return importance
 
 
 def _save(request: ExportRequest, importance: dict[str, Tensor], windows: CalibrationSet) -> None:

@@ -1,8 +1,8 @@
-"""A tokenizer.json as GGUF's vocabulary: byte-level BPE, or the BPE of SentencePiece with byte fallback."""
+"""A tokenizer.json as GGUF's vocabulary: byte-level BPE, and SentencePiece's BPE with byte fallback and Unigram."""
 
 import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from transformers import PreTrainedTokenizerBase
 
 from quantkit.errors import UsageError
 from quantkit.export_gguf.pretokenizer import identify_pretokenizer
+from quantkit.export_gguf.sentencepiece_model import read_scores
+from quantkit.export_gguf.unigram import Normalization, read_normalization, unigram_scores
 from quantkit.model_folder import read_json
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -23,13 +25,14 @@ class Vocabulary:
     """What the file says about tokens.
 
     Attributes:
-        model: ``gpt2`` (byte-level BPE) or ``llama`` (SentencePiece).
+        model: ``gpt2`` (byte-level BPE), ``llama`` (SentencePiece's BPE) or ``t5`` (its Unigram).
         pretokenizer: llama.cpp's name.
         tokens: by id.
         types: by id.
         scores: by id, for SentencePiece.
         merges: pairs, for byte-level BPE.
         notes: what is left out or filled up, a line each.
+        normalization: of text, for Unigram.
     """
 
     model: str
@@ -39,6 +42,7 @@ class Vocabulary:
     scores: list[float] | None
     merges: list[str] | None
     notes: list[str]
+    normalization: Normalization = field(default_factory=Normalization)
 
 
 def read_vocabulary(
@@ -60,24 +64,52 @@ def read_vocabulary(
         raise UsageError("the tokenizer has no tokenizer.json", fix="Convert it with transformers first")
     document = json.loads(backend.to_str())
     model = document["model"]
-    if model["type"] != "BPE":
-        raise UsageError(f"a {model['type']} tokenizer cannot be written as GGUF yet", fix="BPE tokenizers can")
+    if model["type"] not in ("BPE", "Unigram"):
+        raise UsageError(
+            f"a {model['type']} tokenizer cannot be written as GGUF yet", fix="BPE and Unigram tokenizers can"
+        )
     added = {entry["content"]: entry for entry in document["added_tokens"]}
-    pieces = model["vocab"] | {content: entry["id"] for content, entry in added.items()}
+    pieces = _pieces(model) | {content: entry["id"] for content, entry in added.items()}
     pieces, notes = _with_rows(pieces, folder, embedding_rows)
     tokens = [f"[PAD{index}]" for index in range(embedding_rows)]
     types = [int(TokenType.UNUSED)] * embedding_rows
-    sentencepiece = bool(model.get("byte_fallback"))
+    sentencepiece = model["type"] == "Unigram" or bool(model.get("byte_fallback"))
     for token, index in pieces.items():
         tokens[index], types[index] = token, _token_type(token, added.get(token), model, sentencepiece)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     padding = embedding_rows - len(set(pieces.values()))
     if padding:
         notes.append(f"{padding} rows of the embedding have no token: the file calls them [PAD...]")
+    if model["type"] == "Unigram":
+        return _unigram(document, tokens, types, notes)
+    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
     if sentencepiece:
-        return Vocabulary("llama", pretokenizer or "default", tokens, types, _scores(tokens, merges), None, notes)
+        scores = _stored_scores(tokens, folder) or _scores(tokens, merges)
+        return Vocabulary("llama", pretokenizer or "default", tokens, types, scores, None, notes)
     name = pretokenizer or identify_pretokenizer(document.get("pre_tokenizer"))
     return Vocabulary("gpt2", name, tokens, types, None, merges, notes)
+
+
+def _pieces(model: dict[str, Any]) -> dict[str, int]:
+    """Piece -> id."""
+    if model["type"] == "Unigram":
+        return {piece: index for index, (piece, _) in enumerate(model["vocab"])}
+    return dict(model["vocab"])
+
+
+def _unigram(document: dict[str, Any], tokens: list[str], types: list[int], notes: list[str]) -> Vocabulary:
+    model = document["model"]
+    if model.get("byte_fallback"):
+        notes = [*notes, "llama.cpp makes one unknown token of characters that this Unigram tokenizer spells in bytes"]
+    scores = unigram_scores(model, tokens)
+    return Vocabulary("t5", "default", tokens, types, scores, None, notes, read_normalization(document))
+
+
+def _stored_scores(tokens: list[str], folder: Path) -> list[float] | None:
+    """What the SentencePiece model in the folder merges by; None if there is none, or it is of other tokens."""
+    stored = read_scores(folder)
+    if stored is None or not stored.keys() <= set(tokens):
+        return None
+    return [stored.get(token, _NEVER_MERGED) for token in tokens]
 
 
 def _with_rows(pieces: dict[str, int], folder: Path, rows: int) -> tuple[dict[str, int], list[str]]:
@@ -102,7 +134,8 @@ def _with_rows(pieces: dict[str, int], folder: Path, rows: int) -> tuple[dict[st
 
 
 def _token_type(token: str, added: dict[str, Any] | None, model: dict[str, Any], sentencepiece: bool) -> int:
-    if sentencepiece and token == model.get("unk_token"):
+    unknown = model["vocab"][model["unk_id"]][0] if model.get("unk_id") is not None else model.get("unk_token")
+    if sentencepiece and token == unknown:
         return int(TokenType.UNKNOWN)
     if added is not None:
         return int(TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED)
@@ -136,12 +169,16 @@ def add_tokenizer(
     writer.add_token_types(vocabulary.types)
     if vocabulary.merges is not None:
         writer.add_token_merges(vocabulary.merges)
+    if vocabulary.model == "t5":
+        writer.add_remove_extra_whitespaces(vocabulary.normalization.remove_extra_whitespaces)
+        if vocabulary.normalization.charsmap:
+            writer.add_precompiled_charsmap(vocabulary.normalization.charsmap)
     eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(eos_ids), None)
     special = (
         (writer.add_bos_token_id, tokenizer.bos_token_id),
         (writer.add_eos_token_id, eos),
         (writer.add_eot_token_id, _end_of_turn(vocabulary.tokens, eos_ids, eos)),
-        (writer.add_unk_token_id, tokenizer.unk_token_id),
+        (writer.add_unk_token_id, _unknown(tokenizer, vocabulary)),
         (writer.add_pad_token_id, tokenizer.pad_token_id),
     )
     for add, token_id in special:
@@ -151,11 +188,18 @@ def add_tokenizer(
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     writer.add_add_bos_token(around[:1] != bare[:1] and around[0] == tokenizer.bos_token_id)
     writer.add_add_eos_token(around[-1:] != bare[-1:] and around[-1] == tokenizer.eos_token_id)
-    if vocabulary.model == "llama":
+    if vocabulary.model in ("llama", "t5"):
         pieces = tokenizer.convert_ids_to_tokens(bare)
         writer.add_add_space_prefix(bool(pieces) and pieces[0].startswith("▁"))
     if tokenizer.chat_template:
         _add_chat_template(writer, tokenizer.chat_template)
+
+
+def _unknown(tokenizer: PreTrainedTokenizerBase, vocabulary: Vocabulary) -> int | None:
+    """The token for what has none, also where only the tokenizer's model names it."""
+    if int(TokenType.UNKNOWN) in vocabulary.types:
+        return vocabulary.types.index(int(TokenType.UNKNOWN))
+    return None if tokenizer.unk_token_id is None else int(tokenizer.unk_token_id)
 
 
 def _end_of_turn(tokens: list[str], eos_ids: list[int], eos: int | None) -> int | None:

@@ -1,6 +1,5 @@
 """A GGUF file read back with the gguf package and compared with the model that it was made of."""
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from quantkit.export_gguf.output_file import all_parts
 from quantkit.export_gguf.plan import ExportPlan, make_export_plan
 from quantkit.export_gguf.tensors import ParameterReader
 from quantkit.formats.gguf.block_types import BLOCK_TYPES, PLAIN_TYPES
@@ -19,7 +19,6 @@ from quantkit.verify import VerifyReport
 # Largest relative error of a tensor: half a step of rounding over three standard deviations, twice over.
 LARGEST_ERROR = {"Q2_K": 0.6, "Q3_K": 0.35, "Q8_0": 0.02, "Q6_K": 0.06, "Q5_K": 0.12, "Q5_0": 0.12, "Q5_1": 0.12}
 OTHER_ERROR = 0.25
-_PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")
 
 
 def verify_gguf(path: Path, source: ModelSource) -> VerifyReport:
@@ -34,7 +33,7 @@ def verify_gguf(path: Path, source: ModelSource) -> VerifyReport:
     """
     report = VerifyReport(path.name)
     try:
-        headers = [read_gguf_header(part) for part in _parts(path)]
+        headers = [read_gguf_header(part) for part in all_parts(path)]
     except (GgufHeaderError, OSError) as error:
         report.add("file", [f"{path.name}: {error}"], "")
         return report
@@ -50,11 +49,6 @@ def verify_gguf(path: Path, source: ModelSource) -> VerifyReport:
     _check_vocabulary(report, plan, metadata)
     _check_tensors(report, plan, path)
     return report
-
-
-def _parts(path: Path) -> list[Path]:
-    match = _PART.fullmatch(path.stem)
-    return sorted(path.parent.glob(f"{match[1]}-*-of-{match[2]}.gguf")) if match else [path]
 
 
 def _check_vocabulary(report: VerifyReport, plan: ExportPlan, metadata: dict[str, Any]) -> None:
@@ -73,7 +67,7 @@ def _check_vocabulary(report: VerifyReport, plan: ExportPlan, metadata: dict[str
 
 
 def _check_tensors(report: VerifyReport, plan: ExportPlan, path: Path) -> None:
-    stored = {tensor.name: tensor for part in _parts(path) for tensor in gguf.GGUFReader(part).tensors}
+    stored = {tensor.name: tensor for part in all_parts(path) for tensor in gguf.GGUFReader(part).tensors}
     expected = {tensor.name for tensor in plan.tensors} | set(plan.rope)
     lost = [f"{name} is missing" for name in sorted(expected - stored.keys())]
     report.add("every_tensor", lost + [f"{name} is unknown" for name in sorted(stored.keys() - expected)], "all there")

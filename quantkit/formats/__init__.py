@@ -73,9 +73,15 @@ class Format:
         weight: QuantizedWeight = self._function("decode")(tensors, name, scheme, shape)
         return weight
 
-    def quantization_config(self, schemes: Mapping[str, QuantScheme], ignore: Sequence[str]) -> dict[str, Any]:
-        """The ``quantization_config`` of config.json for layers with schemes and for linear layers that stay."""
-        config: dict[str, Any] = self._function("quantization_config")(schemes, ignore)
+    def quantization_config(
+        self, schemes: Mapping[str, QuantScheme], ignore: Sequence[str], *, kv_scales: bool = False
+    ) -> dict[str, Any]:
+        """The ``quantization_config`` of config.json for layers with schemes and for linear layers that stay.
+
+        With ``kv_scales`` the checkpoint holds scales of keys and values; compressed-tensors alone has a word for it.
+        """
+        more = {"kv_scales": True} if kv_scales else {}
+        config: dict[str, Any] = self._function("quantization_config")(schemes, ignore, **more)
         return config
 
 
@@ -89,12 +95,14 @@ class StoredConfig:
             its beginning, or a class name; an exact name goes before an expression, and an expression before a class.
         ignore: targets that stay as they are.
         storage: what the format calls its way of storing, such as ``pack-quantized`` or ``gptq_v2``.
+        kv_scales: whether static scales of keys and values are stored.
     """
 
     format: Format
     groups: tuple[tuple[tuple[str, ...], QuantScheme], ...]
     ignore: tuple[str, ...]
     storage: str
+    kv_scales: bool = False
 
     @property
     def schemes(self) -> tuple[QuantScheme, ...]:

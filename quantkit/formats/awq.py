@@ -22,6 +22,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import Format, StoredConfig
+from quantkit.formats.expert_names import join_names
 from quantkit.formats.gptq import OUTSIDE_BLOCKS, scale_dtype
 from quantkit.formats.layer_tensors import check_weight, take, to_float16
 from quantkit.formats.packing import pack_int32, unpack_int32
@@ -120,7 +121,7 @@ def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Sequence[str
         "group_size": next(iter(schemes.values())).group_size,
         "zero_point": True,
         "version": "gemm",
-        "modules_to_not_convert": list(ignore) or None,
+        "modules_to_not_convert": join_names(ignore) or None,
     }
 
 

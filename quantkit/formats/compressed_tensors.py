@@ -14,6 +14,7 @@ A layer P of N rows and K columns with b-bit codes and G scales a row is stored 
     P.input_scale        model dtype [1]          if the inputs are static
 
 The weight that a reader computes is (code - zero point) * scale.
+Keys and values may have scales too: `kv_scales`.
 
 Source: compressed-tensors, compressors/pack_quantized, compressors/naive_quantized and quantization/quant_config.py.
 """
@@ -27,7 +28,9 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import Format, StoredConfig
+from quantkit.formats.expert_names import expression, join_names, join_schemes
 from quantkit.formats.holds import why_not
+from quantkit.formats.kv_scales import KV_CACHE_SCHEME, is_kv_cache_scheme
 from quantkit.formats.layer_tensors import check_weight, take
 from quantkit.formats.packing import num_words, pack_int32, unpack_int32
 from quantkit.formats.safetensors_file import TensorSpec
@@ -159,18 +162,24 @@ def _stored_shape(tensors: Mapping[str, Tensor], name: str, scheme: QuantScheme)
     return int(sizes[0]), int(sizes[1])
 
 
-def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Sequence[str]) -> dict[str, Any]:
+def quantization_config(
+    schemes: Mapping[str, QuantScheme], ignore: Sequence[str], *, kv_scales: bool = False
+) -> dict[str, Any]:
     """The ``quantization_config`` of config.json, with no key that an older reader would refuse.
 
     Args:
-        schemes: layer name -> scheme. One scheme for all targets the class ``Linear``; several name their layers.
+        schemes: layer name -> scheme. One scheme for all targets the class ``Linear``; several name their layers, and
+            the experts of a layer by one expression.
         ignore: names of the linear layers that are not quantized.
+
+        kv_scales: whether scales of keys and values are stored.
 
     Raises:
         ValueError: no layer, or a layer that is quantized and ignored.
     """
     if not schemes:
         raise ValueError("no layer is quantized")
+    schemes, ignore = join_schemes(schemes), join_names(ignore)
     both = [name for name in ignore if name in schemes]
     if both:
         raise ValueError(f"{both[0]} is quantized and ignored")
@@ -181,20 +190,26 @@ def quantization_config(schemes: Mapping[str, QuantScheme], ignore: Sequence[str
     groups: dict[str, Any] = {}
     for number, (scheme, names) in enumerate(layers.items()):
         groups[f"group_{number}"] = {
-            "targets": ["Linear"] if len(layers) == 1 else names,
+            "targets": ["Linear"] if len(layers) == 1 else [_target(name) for name in names],
             "weights": _weight_args(scheme),
             "input_activations": None if scheme.input is None else _input_args(scheme.input),
             "output_activations": None,
         }
         if len(storages) > 1:  # a key that the oldest readers do not know, and without which they would be wrong
             groups[f"group_{number}"]["format"] = storage(scheme)
-    return {
+    config = {
         "quant_method": QUANT_METHOD,
         "format": MIXED if len(storages) > 1 else storages.pop(),
         "quantization_status": "compressed",
         "config_groups": groups,
-        "ignore": list(ignore),
+        "ignore": [_target(name) for name in ignore],
     }
+    return config | ({"kv_cache_scheme": dict(KV_CACHE_SCHEME)} if kv_scales else {})
+
+
+def _target(name: str) -> str:
+    """What names a layer, or all experts of one."""
+    return f"re:{expression(name)}" if name.endswith(".experts") else name
 
 
 def _weight_args(scheme: QuantScheme) -> dict[str, Any]:
@@ -232,7 +247,7 @@ def read_quantization_config(config: Mapping[str, Any]) -> StoredConfig:
     unsupported = {
         "format": config.get("format") not in (PACKED, INT, MIXED),
         "quantization_status": config.get("quantization_status", "compressed") != "compressed",
-        "kv_cache_scheme": bool(config.get("kv_cache_scheme")),
+        "kv_cache_scheme": not is_kv_cache_scheme(config.get("kv_cache_scheme") or KV_CACHE_SCHEME, SILENT_KEYS),
         "sparsity_config": (config.get("sparsity_config") or {}).get("format", "dense") != "dense",
         "transform_config": bool((config.get("transform_config") or {}).get("config_groups")),
         "config_groups": not config.get("config_groups"),
@@ -256,7 +271,8 @@ def read_quantization_config(config: Mapping[str, Any]) -> StoredConfig:
                 f"quantization_config: {group_name} holds {scheme} as {form}, which is not supported yet"
             )
         groups.append((tuple(group["targets"]), scheme))
-    return StoredConfig(Format(QUANT_METHOD), tuple(groups), tuple(config.get("ignore") or ()), config["format"])
+    ignore, kv_scales = tuple(config.get("ignore") or ()), bool(config.get("kv_cache_scheme"))
+    return StoredConfig(Format(QUANT_METHOD), tuple(groups), ignore, config["format"], kv_scales)
 
 
 def _read_weight_args(group_name: str, args: Mapping[str, Any]) -> QuantScheme:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats import Format, StoredConfig
+from quantkit.formats.expert_names import expression, join_names, join_schemes
 from quantkit.formats.layer_tensors import check_weight, take, to_float16
 from quantkit.formats.packing import WORD_BITS, pack_int32, unpack_int32
 from quantkit.formats.safetensors_file import TensorSpec
@@ -168,6 +169,7 @@ def quantization_config(
     """
     if not schemes:
         raise ValueError("no layer is quantized")
+    schemes, ignore = join_schemes(schemes), join_names(ignore)
     (common, _), *others = Counter(schemes.values()).most_common()
     dynamic: dict[str, Any] = {}
     for name, scheme in schemes.items():
@@ -190,10 +192,10 @@ def _scheme_keys(scheme: QuantScheme) -> dict[str, Any]:
 
 
 def _pattern(name: str) -> str:
-    """An expression for one layer, also under the name of the matrix that engines join it into."""
+    """An expression for a layer, also under the name of what engines join it into; or for all experts of one."""
     parent, _, leaf = name.rpartition(".")
     fused = FUSED_NAMES.get(leaf)
-    return rf"^{re.escape(parent)}\.(?:{leaf}|{fused})$" if fused else f"^{re.escape(name)}$"
+    return rf"^{re.escape(parent)}\.(?:{leaf}|{fused})$" if fused else f"^{expression(name)}"
 
 
 def read_quantization_config(config: Mapping[str, Any]) -> StoredConfig:

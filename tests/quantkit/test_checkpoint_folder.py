@@ -22,7 +22,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
                     pytest.fail("two runs in one folder")
         assert (folder / "half").read_text() == "precious"
         assert [path.name for path in tmp_path.iterdir()] == ["out.partial"]
-        take_places([out])
+        take_places([(folder, out)])
     assert [path.name for path in out.iterdir()] == ["half"]
 
 

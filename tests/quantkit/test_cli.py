@@ -85,8 +85,16 @@ def test_version() -> None:
          "0<=x<=9223372036854775807 (see quantkit generate --help)"),
         (["generate", "no-such-model", ""], "quantkit: the prompt is empty (see quantkit generate --help)"),
         (["generate", "no-such-model", "", "--raw"], "quantkit: the prompt is empty (see quantkit generate --help)"),
-        (["bench", "a", "b", "--batch-size", "2", "--batch-size", "2"],
-         "quantkit: Invalid value for '--batch-size': 2 is given twice (see quantkit bench --help)"),
+        (["bench", "a", "b", "--batches", "2,2"],
+         "quantkit: Invalid value for '--batches': 2 is given twice (see quantkit bench --help)"),
+        (["bench", "a", "b", "--qps", "x"],
+         "quantkit: Invalid value for '--qps': 'x' is no list of numbers, such as 1,2,4 (see quantkit bench --help)"),
+        (["bench", "a", "b", "--contexts", "0"],
+         "quantkit: Invalid value for '--contexts': 0 is not at least 1 (see quantkit bench --help)"),
+        (["bench", "a", "b", "--qps", "1"],
+         "quantkit: --qps needs --contexts: the lengths of the prompts (see quantkit bench --help)"),
+        (["bench", "a", "b", "c"],
+         "quantkit: several candidates needs --contexts: the lengths of the prompts (see quantkit bench --help)"),
     ],
 )  # fmt: skip
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], line: str) -> None:

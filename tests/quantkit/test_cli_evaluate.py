@@ -8,7 +8,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from quantkit.cli import main
-from quantkit_eval.records import read_throughput, read_verdict
+from quantkit_eval.records import read_load, read_throughput, read_verdict
 
 QUANTIZE = """\
 version: 1
@@ -221,13 +221,37 @@ def test_compare_refuses_a_gate_on_speed_without_throughput(workplace: Path, mod
 
 
 def test_bench_measures_pairs_and_writes_a_record(workplace: Path, model: str) -> None:
-    options = ["--batch-size", "1", "--batch-size", "2", "--new-tokens", "4", "--repeats", "2"]
+    options = ["--batches", "1,2", "--new-tokens", "4", "--repeats", "2"]
     result = invoke("bench", model, model, *options, "-o", "throughput.json", "--json")
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
     assert record == read_throughput(workplace / "throughput.json")
     assert list(record["batches"]) == ["decode_batch_1", "decode_batch_2"]
     assert len(record["batches"]["decode_batch_2"]["candidate_tok_per_s"]) == 2
+    assert record["settings"]["prompts"] == "no two alike but for the template"
+    assert record["baseline"]["engine"]["enable_prefix_caching"] is False
+
+
+def test_bench_measures_a_load_of_several_candidates(workplace: Path, model: str) -> None:
+    load = ["--contexts", "5,40", "--batches", "1,3", "--qps", "50", "--requests", "3", "--new-tokens", "3"]
+    result = invoke(
+        "bench", model, model, model, *load, "--repeats", "2", "-o", "load.json", "--html", "load.html", "--json"
+    )
+    assert result.exit_code == 0, result.stderr
+    record = json.loads(result.stdout)
+    assert record == read_load(workplace / "load.json")
+    assert [(p["loop"], p["context"], p["batch"] or p["qps"]) for p in record["points"]] == [
+        ("closed", 5, 1), ("closed", 5, 3), ("closed", 40, 1), ("closed", 40, 3), ("open", 5, 50), ("open", 40, 50)
+    ]  # fmt: skip
+    assert {len(point["runs"]) for point in record["points"]} == {3}
+    assert record["points"][1]["runs"][2]["itl_ms"]["n"] == 2 * 3 * 2
+    assert all(party["engine"]["enable_prefix_caching"] is False for party in record["models"])
+    (own, *_) = record["memory"]
+    assert own["kv_bytes_per_token"] == 2 * 2 * 2 * 16 * 4  # keys and values, layers, heads of 16 float32 numbers
+    assert own["concurrency"]["5"] > own["concurrency"]["40"] > 0
+    assert (workplace / "load.html").read_text().startswith("<!doctype html>")
+    plain = invoke("bench", model, model, "--contexts", "5", "--batches", "1", "--new-tokens", "2", "--repeats", "1")
+    assert plain.stdout.splitlines()[0].split()[:3] == ["model", "weights", "cache"]
 
 
 @pytest.mark.slow

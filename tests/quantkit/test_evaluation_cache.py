@@ -71,7 +71,7 @@ def test_whatever_changes_the_records_makes_another_entry(tmp_path: Path, monkey
     ]
     mine.write_text("{} ")
     others.append(CachedEvaluation(ABOUT, suites, 0))
-    monkeypatch.setattr(evaluation_cache, "_source_digest", lambda: "changed")
+    monkeypatch.setattr(evaluation_cache, "source_digest", lambda: "changed")
     others.append(CachedEvaluation(ABOUT, suites, 0))
     assert len({first, *(other.folder for other in others)}) == 8
 

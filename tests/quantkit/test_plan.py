@@ -67,13 +67,6 @@ def test_every_family_has_its_layers(family: str, layers: int, tiny_models: Call
     }
 
 
-def test_tensors_of_mixtral_that_cannot_be_quantized_must_be_ignored(tiny_models: Callable[[str], Path]) -> None:
-    with pytest.raises(RecipeError, match=r"model.layers.0.mlp.*is not supported yet.*ignore"):
-        _plan(tiny_models("mixtral"))
-    plan = _plan(tiny_models("mixtral"), ignore=r"['lm_head', '.*\.mlp\..*']")
-    assert {layer.name.rpartition(".")[2] for layer in plan.layers} == {"q_proj", "k_proj", "v_proj", "o_proj"}
-
-
 @pytest.mark.parametrize(
     ("group_size", "ignore", "message"),
     [

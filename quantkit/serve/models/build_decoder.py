@@ -7,16 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.experts import LinearExperts
 from quantkit.serve.attention import Layer
+from quantkit.serve.models.coded_rows import silu_mul_coded
 from quantkit.serve.models.decoder import Attention, Decoder, DecoderLayer
 from quantkit.serve.models.decoder_config import Activation, DecoderConfig
-from quantkit.serve.models.feed_forward import Experts, FeedForward, Multiply
+from quantkit.serve.models.feed_forward import Experts, FeedForward, Gate
 from quantkit.serve.models.linear_reader import LinearReader, StoredLinear
 from quantkit.serve.models.projection import Projection
 from quantkit.serve.models.rotary import RotaryFrequencies
 from quantkit_kernels import gelu_mul, silu_mul
 
-GATED: dict[Activation, Multiply] = {
+GATED: dict[Activation, Gate] = {
     "silu": silu_mul,
     "gelu": partial(gelu_mul, tanh=False),
     "gelu_tanh": partial(gelu_mul, tanh=True),
@@ -109,17 +111,23 @@ class _Builder:
     def _dense(self, name: str) -> FeedForward:
         names = ["gate_up_proj"] if self._config.family.is_fused else ["gate_proj", "up_proj"]
         gate_up = self._project(*(f"{name}.{part}" for part in names))
-        return FeedForward(gate_up, GATED[self._config.activation], self._project(f"{name}.down_proj"))
+        return self._gated(gate_up, self._project(f"{name}.down_proj"))
+
+    def _gated(self, gate_up: Projection, down: Projection) -> FeedForward:
+        is_coded = self._config.activation == "silu" and down.takes_codes
+        return FeedForward(gate_up, silu_mul_coded if is_coded else GATED[self._config.activation], down)
 
     def _experts(self, name: str, module: Any) -> list[FeedForward]:
-        """From one tensor for all experts: [E, 2F, K] and [E, K, F]."""
+        """From the layers of each expert, or from one tensor for all experts: [E, 2F, K] and [E, K, F]."""
+        if isinstance(module, LinearExperts):
+            return [self._dense(f"{name}.{number}") for number in range(module.num_experts)]
         experts = []
         for index, weights in enumerate(zip(module.gate_up_proj, module.down_proj, strict=True)):
             products = []
             for part, weight in zip(("gate_up_proj", "down_proj"), weights, strict=True):
                 products.append(Projection([StoredLinear(f"{name}.{index}.{part}", weight, None)], self._dtype))
             self._projections += products
-            experts.append(FeedForward(products[0], GATED[self._config.activation], products[1]))
+            experts.append(self._gated(*products))
         return experts
 
     def _project(self, *names: str) -> Projection:

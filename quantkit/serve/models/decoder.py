@@ -5,7 +5,7 @@ an operation of quantkit_kernels, so that the same code runs on every device tha
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +15,9 @@ from torch import Tensor, nn
 from quantkit.serve.attention import Layer, attend
 from quantkit.serve.attention_metadata import AttentionMetadata
 from quantkit.serve.kv_cache import KVShape
+from quantkit.serve.models.coded_rows import Rows, norm
 from quantkit.serve.models.decoder_config import DecoderConfig
+from quantkit.serve.models.feed_forward import Experts, FeedForward
 from quantkit.serve.models.projection import Projection
 from quantkit.serve.models.rotary import RotaryFrequencies
 from quantkit.serve.paged_step import PagedStep
@@ -35,6 +37,9 @@ class Attention:
         config: of the decoder.
         dtype: of keys and values.
         head_norms: weights of the norms over each query's and each key's numbers; None for none.
+
+    Attributes:
+        takes_codes: as `Projection.takes_codes`.
     """
 
     def __init__(
@@ -50,11 +55,12 @@ class Attention:
         self._layer, self._rope, self._eps = layer, config.rope[layer.number], config.eps
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
         self._dtype, self._head_norms = dtype, head_norms
+        self.takes_codes = qkv.takes_codes
 
-    def __call__(self, x: Tensor, turns: Turns, metadata: AttentionMetadata | PagedStep) -> Tensor:
+    def __call__(self, x: Rows, turns: Turns, metadata: AttentionMetadata | PagedStep) -> Tensor:
         """[T, K] from [T, K]."""
-        tokens, heads, kv_heads = x.shape[0], self._num_heads, self._num_kv_heads
-        qkv = self._qkv(x).view(tokens, -1, self._head_dim)
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        qkv = self._qkv(x).unflatten(1, (-1, self._head_dim))
         query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
         if self._head_norms is not None:
             for part, weight in zip((query, key), self._head_norms, strict=True):
@@ -63,7 +69,7 @@ class Attention:
             rotary_embedding(query, key, *turns[self._rope])
         if self._dtype != qkv.dtype:
             key, value = qkv[:, heads:].to(self._dtype).split((kv_heads, kv_heads), dim=1)
-        return self._output(attend(query, key, value, self._layer, metadata).reshape(tokens, -1))
+        return self._output(attend(query, key, value, self._layer, metadata).flatten(1))
 
 
 @dataclass(slots=True)
@@ -81,7 +87,7 @@ class DecoderLayer:
     """
 
     attention: Attention
-    feed_forward: Callable[[Tensor], Tensor]
+    feed_forward: FeedForward | Experts
     attention_norm: Tensor
     feed_forward_norm: Tensor
     behind_attention: Tensor | None
@@ -92,16 +98,14 @@ class DecoderLayer:
         self, x: Tensor, residual: Tensor | None, turns: Turns, metadata: AttentionMetadata | PagedStep
     ) -> tuple[Tensor, Tensor]:
         """What the layer adds, and what it is added to, both [T, K]; from the same of the layer before."""
-        if residual is None:
-            residual = x
-            x = rms_norm(x, self.attention_norm, self.eps)
-        else:
-            x, residual = rms_norm(x, self.attention_norm, self.eps, residual=residual)
-        x = self.attention(x, turns, metadata)
+        coded = self.attention.takes_codes
+        rows, residual = norm(x, self.attention_norm, self.eps, residual, coded=coded)
+        x = self.attention(rows, turns, metadata)
         if self.behind_attention is not None:
             x = rms_norm(x, self.behind_attention, self.eps)
-        x, residual = rms_norm(x, self.feed_forward_norm, self.eps, residual=residual)
-        x = self.feed_forward(x)
+        coded = self.feed_forward.takes_codes
+        rows, residual = norm(x, self.feed_forward_norm, self.eps, residual, coded=coded)
+        x = self.feed_forward(rows)
         if self.behind_feed_forward is not None:
             x = rms_norm(x, self.behind_feed_forward, self.eps)
         return x, residual
@@ -125,6 +129,7 @@ class Decoder(nn.Module):
         activation_dtype: of everything else.
         bodies: (operation, body, reason) -> how many products.
         weight_bytes: memory of all weights.
+        takes_codes: some products take rows that are 8-bit codes.
     """
 
     def __init__(
@@ -150,6 +155,7 @@ class Decoder(nn.Module):
         for projection in projections:
             self._stored |= projection.parameters
         self.bodies = Counter(body for projection in projections for body in projection.bodies)
+        self.takes_codes = any(projection.takes_codes for projection in projections)
         shared = [parameter.data_ptr() for parameter in head.parameters.values()]
         is_tied = embedding.data_ptr() in shared
         self.weight_bytes = sum(parameter.nbytes for parameter in others.values())

@@ -5,7 +5,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-Multiply = Callable[[Tensor], Tensor]
+from quantkit.serve.models.coded_rows import Rows
+from quantkit.serve.models.projection import Projection
+
+Gate = Callable[[Tensor], Rows]
 
 
 class FeedForward:
@@ -13,14 +16,18 @@ class FeedForward:
 
     Args:
         gate_up: [T, 2F] from [T, K], gate first.
-        gated: [T, F] from [T, 2F].
+        gated: [T, F] from [T, 2F]; codes only if ``down`` takes them.
         down: [T, K] from [T, F].
+
+    Attributes:
+        takes_codes: as `Projection.takes_codes`.
     """
 
-    def __init__(self, gate_up: Multiply, gated: Multiply, down: Multiply) -> None:
+    def __init__(self, gate_up: Projection, gated: Gate, down: Projection) -> None:
         self._gate_up, self._gated, self._down = gate_up, gated, down
+        self.takes_codes = gate_up.takes_codes
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         """[T, K] from [T, K]."""
         return self._down(self._gated(self._gate_up(x)))
 
@@ -34,21 +41,27 @@ class Experts:
         num_per_token: to so many goes a token.
         normalizes: make the weights of a token's experts sum to 1.
         shared: a layer for all tokens beside the experts, and its gate, [T, 1] from [T, K]; None for none.
+
+    Attributes:
+        takes_codes: never; the router wants the rows themselves.
     """
+
+    takes_codes = False
 
     def __init__(
         self,
-        router: Multiply,
+        router: Projection,
         experts: Sequence[FeedForward],
         num_per_token: int,
         normalizes: bool,
-        shared: tuple[FeedForward, Multiply] | None = None,
+        shared: tuple[FeedForward, Projection] | None = None,
     ) -> None:
         self._router, self._experts = router, experts
         self._num_per_token, self._normalizes, self._shared = num_per_token, normalizes, shared
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Rows) -> Tensor:
         """[T, K] from [T, K]; each expert is asked once, with all its tokens."""
+        assert isinstance(x, Tensor), "it takes no codes"
         weights, chosen = self._router(x).float().softmax(-1).topk(self._num_per_token, dim=-1)
         if self._normalizes:
             weights = weights / weights.sum(-1, keepdim=True)

@@ -22,6 +22,7 @@ from quantkit_kernels.dispatch import choose, choose_linear
 
 MOVING_ROPE_TYPES = ("dynamic", "longrope")  # their frequencies depend on the longest sequence in the batch
 DECODER_OPERATIONS = ("rms_norm", "rotary_embedding", "silu_mul", "gelu_mul")
+CODED_OPERATIONS = ("rms_norm_quantize", "silu_mul_quantize")  # in front of products that take codes
 DEVICE_OPERATIONS = ("paged_attention", "sample_tokens")  # elsewhere torch's attention and our own sampler
 Definition = Literal["quantkit", "transformers"]
 
@@ -75,7 +76,7 @@ def load_model(
         EngineError: its architecture is not one that the engine runs.
         SourceError: a tensor is missing or broken.
     """
-    model: Any = source.skeleton()
+    model: Any = source.skeleton(use_linear_experts=True)
     max_model_len = _max_model_len(model.config)
     reader = LinearReader(source, model, device)
     reason = "as asked"
@@ -89,7 +90,8 @@ def load_model(
             move_parameters(model, device)
             decoder = build_decoder(model, reader, config, dtype)
             kernels = [f"definition: quantkit ({source.config.model_type})", *_kernels(Counter(decoder.bodies), device)]
-            kernels += [str(choose(operation, device)) for operation in DECODER_OPERATIONS]
+            operations = (*DECODER_OPERATIONS, *(CODED_OPERATIONS if decoder.takes_codes else ()))
+            kernels += [str(choose(operation, device)) for operation in operations]
             kernels += [str(choose(operation, device)) for operation in DEVICE_OPERATIONS if runs_triton(device)]
             scheme = _scheme(reader, dtype)
             return LoadedModel(

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from quantkit.primitives import QuantizedWeight
+from quantkit.serve.models.coded_rows import CodedRows, Rows
 from quantkit.serve.models.linear_reader import StoredLinear, join
 from quantkit.serve.models.prepack import prepack
-from quantkit_kernels import PreparedWeight, prepack_linear
+from quantkit_kernels import CodedWeight, PreparedWeight, prepack_linear
 from quantkit_kernels.dispatch import DenseWeight
 
 
@@ -25,6 +26,7 @@ class Projection:
         bodies: (operation, body, reason) of each product.
         parameters: name -> weights and biases that are kept as they are stored; views of what is multiplied.
         nbytes: of all weights.
+        takes_codes: every product rounds its inputs to 8 bits with a scale a row, and takes rows that are so already.
     """
 
     def __init__(self, layers: list[StoredLinear], dtype: torch.dtype) -> None:
@@ -32,6 +34,7 @@ class Projection:
         self.parameters: dict[str, Tensor] = {}
         self.nbytes = 0
         self._products = [self._prepare(part, layers, dtype) for part in join(layers)]
+        self.takes_codes = all(isinstance(p, CodedWeight) and p.input_scale is None for p in self._products)
 
     def _prepare(self, part: StoredLinear, layers: list[StoredLinear], dtype: torch.dtype) -> PreparedWeight:
         members = [layer for layer in layers if layer.name in part.name.split("+")]
@@ -39,7 +42,8 @@ class Projection:
         if isinstance(part.weight, QuantizedWeight):
             operation, weight, reason = prepack(part.weight, dtype, part.input_scale)
             if part.bias is not None:
-                weight = _Biased(weight, part.bias)
+                biased = _BiasedCodes if isinstance(weight, CodedWeight) else _Biased
+                weight = biased(weight, part.bias)
         else:
             operation = "linear"
             weight, reason = prepack_linear(part.weight, part.bias)
@@ -49,11 +53,17 @@ class Projection:
         self.nbytes += weight.nbytes
         return weight
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """[T, all N] from [T, K]."""
-        if len(self._products) == 1:
-            return self._products[0](x)
-        return torch.cat([product(x) for product in self._products], dim=-1)
+    def __call__(self, x: Rows) -> Tensor:
+        """[T, all N] from [T, K]; codes only if it takes them."""
+        products = [_multiply(product, x) for product in self._products]
+        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+
+
+def _multiply(weight: PreparedWeight, x: Rows) -> Tensor:
+    if not isinstance(x, CodedRows):
+        return weight(x)
+    assert isinstance(weight, CodedWeight), "it takes codes"
+    return weight.multiply(x.codes, x.scale)
 
 
 class _Biased:
@@ -65,6 +75,18 @@ class _Biased:
 
     def __call__(self, x: Tensor) -> Tensor:
         return self._weight(x).add_(self._bias)
+
+
+class _BiasedCodes(_Biased):
+    """The same of a weight that takes codes."""
+
+    def __init__(self, weight: PreparedWeight, bias: Tensor) -> None:
+        super().__init__(weight, bias)
+        assert isinstance(weight, CodedWeight), "it takes codes"
+        self._coded, self.input_scale = weight, weight.input_scale
+
+    def multiply(self, x_codes: Tensor, x_scale: Tensor) -> Tensor:
+        return self._coded.multiply(x_codes, x_scale).add_(self._bias)
 
 
 def _views(members: list[StoredLinear], weight: DenseWeight) -> Iterator[tuple[str, Tensor]]:

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.errors import CheckpointError, QuantizationError, UsageError
 from quantkit.export_gguf import export as export_module
 from quantkit.export_gguf import export_gguf
+from quantkit.export_gguf import tensors as tensors_module
 from quantkit.formats.gguf.header import read_gguf_header
 from quantkit.source import open_source
 
@@ -231,6 +232,21 @@ def test_broken_weights_leave_nothing(make_tiny_model, tmp_path):
     with pytest.raises(QuantizationError, match=r"model\.layers\.1\.mlp\.up_proj\.weight holds NaN"):
         export_gguf(open_source(folder), tmp_path / "out" / "x.gguf", "Q8_0")
     assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_a_tensor_name_that_is_too_long(tiny_llama_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tensors_module, "MAX_NAME_BYTES", 20)
+    with pytest.raises(UsageError, match=r"the tensor name blk\.0\.attn_output\.weight is longer than GGUF's 20 bytes"):
+        export_gguf(open_source(tiny_llama_folder), tmp_path / "x.gguf", "F16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_importance_that_lacks_some_tensors(tiny_llama_folder, tmp_path):
+    """Zeros, and tensors of which nothing is known, are rounded as if every column counted the same."""
+    importance = {"blk.0.attn_q.weight": torch.zeros(64), "blk.0.ffn_up.weight": torch.linspace(0, 1, 64)}
+    record = export_gguf(open_source(tiny_llama_folder), tmp_path / "some.gguf", "Q4_K_M", importance=importance)
+    assert record["importance_entries"] == 2
+    assert all(np.isfinite(value).all() for value in decoded(tmp_path / "some.gguf").values())
 
 
 def test_unknown_architecture(tiny_llama_folder, tmp_path):

@@ -2,15 +2,18 @@
 
 import ctypes
 import importlib.util
+import shutil
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+import transformers
 from transformers import AutoModelForCausalLM
 
 from quantkit.export_gguf import export_gguf
+from quantkit.export_gguf.mixes import FILE_TYPES
 from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.formats.gguf.blocks import PLAINLY_ROUNDED, encode_rows
 from quantkit.source import open_source
@@ -102,11 +105,82 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "phi3"])
-def test_it_writes_the_same_text(family, make_tiny_model, tmp_path):
+def with_tokenizer(tokenizer, folder, make_tiny_model):
+    """A tiny Llama with another tokenizer."""
+    make_tiny_model("llama", folder, vocab_size=len(tokenizer))
+    for path in folder.glob("*token*"):
+        path.unlink()
+    tokenizer.save_pretrained(folder)
+    return open_source(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "The quick brown fox",
+        "jumps over  the\tlazy dogs,   ",
+        "Größe, naïve, 東京, здравствуй, 🙂🙂 x",
+        "zzz</s>Qqq",
+        "",
+    ],
+)
+def test_unigram_ids(text, unigram, make_tiny_model, tmp_path):
     from llama_cpp import Llama
 
-    folder = make_tiny_model(family, tmp_path / "model")
+    source = with_tokenizer(unigram, tmp_path / "model", make_tiny_model)
+    export_gguf(source, tmp_path / "out.gguf", "F32")
+    engine = Llama(str(tmp_path / "out.gguf"), vocab_only=True, verbose=False)
+    expected = unigram(text, add_special_tokens=False)["input_ids"]
+    assert engine.tokenize(text.encode(), add_bos=False, special=True) == expected
+
+
+# What llama.cpp takes from nowhere else: all blocks of a Gemma 3 this shallow attend to a window.
+SETTINGS = {
+    "llama": {},
+    "qwen2": {},
+    "qwen3": {},
+    "phi3": {},
+    "mistral": {"sliding_window": None},
+    "gemma3": {"layer_types": ["sliding_attention"] * 2},
+    "mixtral": {},
+}
+OTHERS = {
+    "gemma2": ("Gemma2Config", {"head_dim": 16, "query_pre_attn_scalar": 16, "sliding_window": 24}),
+    "qwen2_moe": (
+        "Qwen2MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": False},
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "norm_topk_prob": True},
+    ),
+}
+
+
+def make_other(family, tokenizer_folder, folder):
+    """A tiny model of a family that is not among the shared ones."""
+    name, settings = OTHERS[family]
+    shape = {"vocab_size": 320, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = getattr(transformers, name)(**shape, **heads, **settings, max_position_embeddings=256, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    for parameter in model.parameters():
+        parameter.data += 0.1 * torch.randn(parameter.shape)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tokenizer_folder / file, folder)
+    return folder
+
+
+@pytest.mark.parametrize("family", [*SETTINGS, *OTHERS])
+def test_it_writes_the_same_text(family, make_tiny_model, tiny_llama_folder, tmp_path):
+    from llama_cpp import Llama
+
+    if family in OTHERS:
+        folder = make_other(family, tiny_llama_folder, tmp_path / "model")
+    else:
+        folder = make_tiny_model(family, tmp_path / "model", **SETTINGS[family])
     source = open_source(folder)
     export_gguf(source, tmp_path / "out.gguf", "F32")
     engine = Llama(str(tmp_path / "out.gguf"), n_ctx=256, verbose=False)
@@ -123,3 +197,28 @@ def test_it_writes_the_same_text(family, make_tiny_model, tmp_path):
         if len(written) == 16:
             break
     assert written == expected[0, len(prompt) :].tolist()
+
+
+@pytest.fixture(scope="module")
+def wide_model(make_tiny_model, tmp_path_factory):
+    """Rows of 256 and 512 columns, which every block divides."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    return make_tiny_model("llama", folder, hidden_size=256, intermediate_size=512, head_dim=64)
+
+
+@pytest.mark.parametrize("file_type", FILE_TYPES)
+def test_every_type_gives_the_answers_of_what_it_decodes_to(file_type, wide_model, tmp_path, monkeypatch):
+    """llama.cpp rounds the inputs of its products to 8 bits: its logits are near; wrong weights give 1 and more."""
+    from llama_cpp import Llama
+
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    export_gguf(open_source(wide_model), tmp_path / "out.gguf", file_type)
+    prompt = list(range(5, 25))
+    engine = Llama(str(tmp_path / "out.gguf"), n_ctx=64, logits_all=True, verbose=False)
+    engine.eval(prompt)
+    found = torch.from_numpy(engine.scores[: len(prompt)].copy())
+    decoded = open_source(tmp_path / "out.gguf").folder
+    with torch.no_grad():
+        model = AutoModelForCausalLM.from_pretrained(decoded, dtype=torch.float32).eval()
+        expected = model(torch.tensor([prompt])).logits[0]
+    assert float((found - expected).norm() / expected.norm()) < 0.2
