@@ -128,7 +128,7 @@ def test_without_quantization_the_model_is_compared_with_itself() -> None:
 @pytest.mark.parametrize(
     ("outputs", "message"),
     [
-        ("{format: gguf, type: Q4_K, path: x.gguf}", "3:26: outputs[0].type: 'Q4_K' is not allowed; allowed: F32, F16,"),
+        ("{format: gguf, type: Q4_K, path: x.gguf}", "3:26: outputs[0].type: 'Q4_K' is not allowed; allowed: F32, F16"),
         ("{format: gguf, path: out/x}", "3:26: outputs[0].path: out/x is the path of a file and must end with .gguf"),
         ("{format: gguf, path: x.gguf, max_shard_size: 1GB}", "3:34: outputs[0].max_shard_size: unknown key; allowed "
          "here: format, path, type, target_bpw, overrides, error_feedback, pretokenizer, split_size; max_shard_size "
