@@ -10,6 +10,10 @@ OURS: dict[str, tuple[str | None, dict[str, Any]]] = {
     "rtn": (None, {"scheme": "W4A16", "algorithm": {"name": "rtn"}}),
     "awq-rtn": (GIVEN, {"scheme": "W4A16", "transforms": ["awq"], "algorithm": {"name": "rtn"}}),
     "gptq": (GIVEN, {"scheme": "W4A16", "algorithm": {"name": "gptq"}}),
+    "gptq-corrected": (
+        GIVEN,
+        {"scheme": "W4A16", "algorithm": {"name": "gptq", "target_correction": {"alpha": 0.5, "apply": "always"}}},
+    ),
     "gptq-builtin": (BUILTIN, {"scheme": "W4A16", "algorithm": {"name": "gptq"}}),
     "w8a8": (None, {"scheme": "W8A8", "algorithm": {"name": "rtn"}}),
     "w8a8-static": (GIVEN, {"scheme": "W8A8_STATIC", "algorithm": {"name": "rtn"}}),
