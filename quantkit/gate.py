@@ -74,7 +74,7 @@ def run(
     _refuse_to_replace(recipe, records, overwrite or goes_on)
     if recipe.outputs:
         check_outputs(recipe, source, overwrite=overwrite or resume)
-    _begin(recipe, records, identity, keep_evaluations=goes_on)
+    _begin(recipe, records, identity, goes_on=goes_on)
     if recipe.outputs:
         quantize_model(recipe, overwrite=overwrite, resume=resume, progress=progress, source=source)
     checkpoint = _checkpoint(recipe)
@@ -167,13 +167,15 @@ def _read_identity(records: Path) -> Any:
         return None  # of no run that could go on
 
 
-def _begin(recipe: Recipe, records: Path, identity: dict[str, Any], *, keep_evaluations: bool) -> None:
-    """Remove what this run will replace: whoever looks after a failure must not find the verdict of another run."""
-    old = [records / VERDICT_FILE, records / THROUGHPUT_FILE, *recipe.report.paths.values()]
-    if not keep_evaluations:
-        old += [records / "baseline" / RESULT_FILE, records / "candidate" / RESULT_FILE]
-    for path in old:
-        path.unlink(missing_ok=True)
+def _begin(recipe: Recipe, records: Path, identity: dict[str, Any], *, goes_on: bool) -> None:
+    """Remove what this run will replace: whoever looks after a failure must not find the verdict of another run.
+
+    What the same run has left stays until there is something newer.
+    """
+    if not goes_on:
+        old = [records / VERDICT_FILE, records / THROUGHPUT_FILE, *recipe.report.paths.values()]
+        for path in (*old, records / "baseline" / RESULT_FILE, records / "candidate" / RESULT_FILE):
+            path.unlink(missing_ok=True)
     records.mkdir(parents=True, exist_ok=True)
     write_text_durably(records / RUN_FILE, json.dumps(identity, indent=2) + "\n")
 

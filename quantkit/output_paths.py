@@ -55,6 +55,8 @@ def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> No
 
 def _check_folder(path: Path, *, overwrite: bool) -> None:
     put_back_replaced(path)
+    if path.is_symlink() and not path.exists():
+        raise CheckpointError(f"the output {path} is a link to {path.readlink()}, which is not there", fix=ELSEWHERE)
     if path.exists() and not path.is_dir():
         raise CheckpointError(f"the output {path} is a file", fix=ELSEWHERE)
     if path.is_dir() and any(path.iterdir()) and not overwrite:
@@ -81,6 +83,8 @@ def check_reports(recipe: Recipe, source: ModelSource) -> None:
         for name, read in _reads(recipe, source):
             if path.resolve() == read.resolve():
                 raise CheckpointError(f"{path} is {name} and would be overwritten", fix=ELSEWHERE)
+        if source.folder.resolve() in path.resolve().parents:
+            raise CheckpointError(f"{path} is inside the model's own folder", fix=ELSEWHERE)
         check_writable(path)
 
 

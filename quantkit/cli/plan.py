@@ -177,10 +177,14 @@ def _replay(plan: "CapacityPlan", found: "DevicePlan", trace: Path) -> dict[str,
 
 def _write_recipe(found: "DevicePlan", path: Path) -> None:
     from quantkit.capacity.advice import writable
+    from quantkit.errors import UsageError
+    from quantkit.formats.shards import write_text_durably
 
     best = writable(found.advice)
     assert best.recipe is not None, "writable() returns only advice with a recipe"
-    path.write_text(best.recipe, encoding="utf-8")
+    if path.exists():
+        raise UsageError(f"{path} exists", fix="Choose another path for --write-recipe")
+    write_text_durably(path, best.recipe)
     click.echo(f"quantkit: wrote the recipe for {best.scheme} to {path}", err=True)
     for entry in found.advice:
         if entry is best:

@@ -70,6 +70,7 @@ def serve_command(
     if not _is_loopback(host) and api_key is None:
         click.echo(f"quantkit: {host} can be reached by others, and no --api-key is asked for", err=True)
     _require_extra()
+    _require_port(host, port)
     import uvicorn
 
     from quantkit.serve import Engine, EngineConfig
@@ -135,6 +136,24 @@ def _require_extra() -> None:
     missing = [name for name in ("fastapi", "uvicorn", "llguidance") if importlib.util.find_spec(name) is None]
     if missing:
         raise UsageError(f"serve needs {', '.join(missing)}", fix="pip install 'quantkit[serve]'")
+
+
+def _require_port(host: str, port: int) -> None:
+    """Say that nobody can listen there, before a model is loaded.
+
+    Raises:
+        EngineError: the address is taken, not this machine's, or not allowed.
+    """
+    import socket
+
+    from quantkit.errors import EngineError
+
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        fix = "Choose another --port or --host" if port else "Choose another --host"
+        raise EngineError(f"cannot listen on {host}:{port}: {error.strerror or error}", fix=fix) from error
 
 
 def _is_loopback(host: str) -> bool:

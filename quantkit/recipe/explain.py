@@ -32,6 +32,8 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "quantization.candidates[]": quantization.Candidate,
     "quantization.candidates[].scheme": quantization.Scheme,
     "quantization.experts": quantization.Experts,
+    "quantization.kv_cache": quantization.KVCache,
+    "quantization.algorithm.target_correction": quantization.TargetCorrection,
     "quantization.tuning": tuning.Tuning,
     **_by_tag("quantization.tuning.sources[]", calibration.Source, "kind"),
     **_by_tag("quantization.algorithm", quantization.Algorithm, "name"),
@@ -156,6 +158,8 @@ def _wrong_choice(document: Document, path: KeyPath, kind: str, found: Any, cont
     else:
         path = (*path, context["discriminator"].strip("'"))
         members = [key for key in SECTIONS if key.startswith(f"{_pattern(path[:-1])}.") and not key.endswith("[]")]
+        inner = {field for key in members for field in _keys(key)}  # a section inside a member is none itself
+        members = [key for key in members if key.rpartition(".")[2] not in inner]
         allowed = [key.rpartition(".")[2] for key in members]
     if kind == "union_tag_not_found":
         return document.position(path[:-1]), f"{key_path(path)}: missing; allowed: {', '.join(allowed)}"

@@ -64,6 +64,8 @@ class SearchFolder:
         for name, path in read.items():
             if here == path.resolve() or here in path.resolve().parents:
                 raise CheckpointError(f"the search's folder {self.root} is or holds {name}", fix=ELSEWHERE)
+        if source.folder.resolve() in here.parents:
+            raise CheckpointError(f"the search's folder {self.root} is inside the model's own folder", fix=ELSEWHERE)
         for output in recipe.outputs:
             place = output.path.resolve()
             if here == place or here in place.parents or place in here.parents:

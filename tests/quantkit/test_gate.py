@@ -3,7 +3,7 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -61,6 +61,10 @@ def interrupt_at(monkeypatch: pytest.MonkeyPatch, who: str) -> None:
     monkeypatch.setattr(gate, "evaluate", evaluate)
 
 
+def _interrupted(*_: object, **__: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
 def test_interrupted_in_the_evaluation_it_goes_on_with_what_is_finished(
     recipe: Recipe, done: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -78,6 +82,12 @@ def test_interrupted_in_the_evaluation_it_goes_on_with_what_is_finished(
     baseline = Path("out/records/baseline/result.json")
     assert kept == [Path("out/ck/quantkit.json").stat().st_mtime_ns, baseline.read_bytes()]
     assert verdict == json.loads(Path("out/records/verdict.json").read_text())
+    assert all((Path("out") / name).is_file() for name in LEFT)
+
+    with monkeypatch.context() as patch:  # what the same run has left stays until there is something newer
+        patch.setattr(gate, "measure_throughput", _interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            gate.run(recipe, resume=True)
     assert all((Path("out") / name).is_file() for name in LEFT)
 
     Path("out/records/baseline/samples.jsonl").write_text("")  # broken records are made again, and what rests on them

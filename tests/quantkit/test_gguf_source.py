@@ -113,6 +113,16 @@ def test_gguf_becomes_the_model_that_it_was_made_of(tiny_gguf, tiny_llama_folder
     assert model.generation_config.eos_token_id == [2, 4]  # a chat also ends at the end of the turn
 
 
+def test_what_lies_beside_a_gguf_does_not_matter(tiny_gguf, tiny_llama_folder, tmp_path):
+    path = tiny_gguf()
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        (tmp_path / name).write_bytes((tiny_llama_folder / name).read_bytes())
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    tokenizer, original = open_source(path).tokenizer(), AutoTokenizer.from_pretrained(tiny_llama_folder)
+    assert tokenizer.chat_template == original.chat_template
+    assert (tokenizer.bos_token, tokenizer.eos_token) == (original.bos_token, original.eos_token)
+
+
 def test_second_opening_reuses_the_folder(tiny_gguf, tmp_path, monkeypatch):
     path = tiny_gguf()
     first = open_source(path)

@@ -83,6 +83,12 @@ def test_an_output_link_to_the_model_is_refused(source: ModelSource) -> None:
         check_outputs(recipe("link"), source, overwrite=True)
 
 
+def test_an_output_link_to_nothing_is_refused_before_the_work(source: ModelSource) -> None:
+    Path("link").symlink_to("nowhere")
+    with pytest.raises(CheckpointError, match="the output link is a link to nowhere, which is not there"):
+        check_outputs(recipe("link"), source, overwrite=True)
+
+
 def test_ordinary_outputs_are_allowed_and_nothing_is_made(source: ModelSource) -> None:
     before = sorted(Path().rglob("*"))
     check_outputs(recipe("run/ck", "zoo/other"), source, overwrite=False)
@@ -93,6 +99,8 @@ def test_ordinary_outputs_are_allowed_and_nothing_is_made(source: ModelSource) -
 def test_a_report_never_takes_the_place_of_what_is_read_and_its_folder_can_be_made(source: ModelSource) -> None:
     with pytest.raises(CheckpointError, match=r"data/corpus.txt is a source of the calibration and would be overwrit"):
         check_reports(recipe("ck", html="data/corpus.txt"), source)
+    with pytest.raises(CheckpointError, match=r"zoo/m/model.safetensors is inside the model's own folder"):
+        check_reports(recipe("ck", html="zoo/m/model.safetensors"), source)
     with pytest.raises(RecordError, match=r"data/corpus.txt/x.html: cannot be written"):
         check_reports(recipe("ck", html="data/corpus.txt/x.html"), source)
     with pytest.raises(RecordError, match=r"cannot be written"):

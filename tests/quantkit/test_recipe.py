@@ -1,7 +1,9 @@
 import hashlib
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
@@ -9,8 +11,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from quantkit.errors import RecipeError
-from quantkit.recipe import Gptq, JsonlSource, builtin_recipes, load_recipe, parse_recipe
+from quantkit.recipe import Gptq, JsonlSource, Recipe, builtin_recipes, load_recipe, parse_recipe
+from quantkit.recipe.explain import SECTIONS
 from quantkit.recipe.model import NOT_YET_VALUES
+from quantkit.recipe.section import Section
 from quantkit.scheme import PER_CHANNEL, QuantScheme
 
 FULL = """\
@@ -390,3 +394,34 @@ def test_built_in_recipes_are_short_commented_and_usable(name: str) -> None:
 def test_importing_the_recipe_imports_no_torch() -> None:
     code = "import sys, quantkit.recipe; quantkit.recipe.load_recipe('aa'); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def _sections(annotation: Any) -> Iterator[type[Section]]:
+    """The sections that a field may hold, and those inside them."""
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        yield annotation
+        for field in annotation.model_fields.values():
+            yield from _sections(field.annotation)
+    for part in get_args(annotation):
+        yield from _sections(part)
+
+
+def test_the_keys_of_every_section_can_be_named() -> None:
+    assert set(_sections(Recipe)) <= set(SECTIONS.values())
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ("kv_cache: {foo: 1}", "quantization.kv_cache.foo: unknown key; allowed here: dtype"),
+        (
+            "algorithm: {name: gptq, target_correction: {alpa: 0.5}}",
+            "quantization.algorithm.target_correction.alpa: unknown key; allowed here: alpha, damping, skip, apply; "
+            "did you mean 'alpha'?",
+        ),
+    ],
+)
+def test_a_key_that_an_inner_section_does_not_have(quantization: str, message: str) -> None:
+    algorithm = "" if "algorithm" in quantization else ", algorithm: {name: gptq}"
+    text = f"version: 1\nquantization: {{scheme: W4A16{algorithm}, {quantization}}}\n"
+    assert message in refusal(text)

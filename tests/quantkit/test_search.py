@@ -222,6 +222,12 @@ def test_a_place_that_is_taken_is_refused_before_the_work(
     assert Path("full/notes.txt").read_text() == Path("file").read_text() == "mine"
 
 
+def test_the_model_s_folder_is_left_alone(make_recipe: Callable[..., Recipe], tiny_llama_folder: Path) -> None:
+    with pytest.raises(CheckpointError, match="inside the model's own folder"):
+        search(make_recipe(path=tiny_llama_folder / "found"))
+    assert not (tiny_llama_folder / "found").exists()
+
+
 def test_the_ladder_is_ordered_by_bytes_and_says_what_it_leaves_out(
     make_recipe: Callable[..., Recipe], tiny_llama_folder: Path
 ) -> None:

@@ -86,6 +86,11 @@ def test_write_recipe_writes_one_that_loads(llama: str, tmp_path: Path) -> None:
     assert recipe.model == llama
     assert recipe.require_quantization().scheme(128).num_bits == 4
     assert "wrote the recipe for W4A16 g128" in done.stderr
+    out.write_text("a recipe of the user's own")
+    again = plan(llama, "--gpu", "L4", "--write-recipe", out)
+    assert again.exit_code == 2
+    assert f"{out} exists. Choose another path for --write-recipe" in again.stderr
+    assert out.read_text() == "a recipe of the user's own"
 
 
 def test_a_trace_is_replayed(llama: str, tmp_path: Path) -> None:

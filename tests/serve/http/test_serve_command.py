@@ -2,6 +2,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -66,6 +67,15 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(monkeypatch: pytest.Mo
     result = CliRunner().invoke(main, ["serve", "no-such-model"])
     assert result.exit_code == 2
     assert result.stderr == "quantkit: serve needs uvicorn. pip install 'quantkit[serve]'\n"
+
+
+def test_a_port_that_is_taken_is_said_before_a_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = CliRunner().invoke(main, ["serve", "no-such-model", "--port", str(port)])
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"quantkit: cannot listen on 127.0.0.1:{port}: ")
+    assert "Choose another --port" in result.stderr
 
 
 def test_an_open_address_without_a_key_is_said(tmp_path: Path) -> None:
