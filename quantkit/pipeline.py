@@ -25,11 +25,12 @@ from quantkit.checkpoint_folder import remove, take_places, working_folders
 from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.errors import CheckpointError, RecipeError, SourceError
 from quantkit.gguf_files import GgufFile, gguf_only_notes, moves_of, places_of, plan_gguf_files, write_gguf_files
+from quantkit.gguf_source import file_sha256
 from quantkit.journal import Journal
 from quantkit.manifest import MANIFEST_NAME, build_manifest, manifest_path, probe_record, provenance, read_manifest
 from quantkit.output_paths import check_outputs
 from quantkit.plan import Plan, make_plan
-from quantkit.recipe import Recipe
+from quantkit.recipe import CheckpointOutput, Recipe
 from quantkit.scheme import QuantScheme
 from quantkit.solve import SolvedLayer, solve_block
 from quantkit.source import ModelSource, open_source
@@ -155,12 +156,27 @@ def _finished(recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None
             manifest = read_manifest(output.path) or {}
         except CheckpointError:
             return None  # whatever lies there is not the run's; it is kept or replaced like any other folder
-        folder = manifest_path(output.path).parent
-        is_whole = all((folder / name).is_file() for name in manifest.get("files", ()))
-        if manifest.get("identity") != identity or not is_whole:
+        if manifest.get("identity") != identity:
+            return None
+        damage = _damage(manifest, manifest_path(output.path).parent, isinstance(output, CheckpointOutput))
+        if damage is not None:
+            logger.warning("%s was finished, but %s; it has to be made again", output.path, damage)
             return None
         manifests.append(manifest)
     return manifests[0]
+
+
+def _damage(manifest: dict[str, Any], folder: Path, is_checkpoint: bool) -> str | None:
+    """Which file of a finished output is no longer as it was written; None if all are."""
+    for name in ("config.json",) if is_checkpoint else ():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+    for name, sha256 in manifest.get("files", {}).items():
+        if not (folder / name).is_file():
+            return f"{name} is missing"
+        if file_sha256(folder / name) != sha256:
+            return f"{name} has changed"
+    return None
 
 
 def _copy_the_rest(plan: Plan, writers: Sequence[CheckpointWriter], progress: Progress) -> None:

@@ -319,9 +319,37 @@ def test_a_finished_checkpoint_of_the_same_run_is_not_made_again(
     with pytest.raises(CheckpointError, match=r"not empty. Give --overwrite"):  # another run's is not taken for it
         quantize_model(make_recipe(tiny_llama_folder, "gptq"), resume=True)
     assert quantize_model(make_recipe(tiny_llama_folder, "gptq"), resume=True, overwrite=True) != first
-    (tmp_path / "out/model.safetensors").unlink()  # no longer whole
-    with pytest.raises(CheckpointError, match="not empty"):
-        quantize_model(make_recipe(tiny_llama_folder, "gptq"), resume=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("model.safetensors", "model.safetensors is missing"),
+        ("config.json", "config.json is missing"),
+        (None, "changed"),
+    ],
+)
+def test_a_finished_checkpoint_that_is_damaged_is_no_finished_one(
+    tiny_llama_folder: Path,
+    make_recipe: Callable[..., Recipe],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    name: str | None,
+    said: str,
+) -> None:
+    recipe = make_recipe(tiny_llama_folder, "rtn")
+    first = quantize_model(recipe)
+    weights = tmp_path / "out/model.safetensors"
+    whole = weights.read_bytes()
+    if name is not None:
+        (tmp_path / "out" / name).unlink()
+    else:
+        weights.write_bytes(whole[:-8])
+    with pytest.raises(CheckpointError, match=r"not empty. Give --overwrite"):
+        quantize_model(recipe, resume=True)
+    assert said in caplog.text
+    assert quantize_model(recipe, resume=True, overwrite=True)["files"] == first["files"]
+    assert weights.read_bytes() == whole
 
 
 def test_a_block_that_config_json_leaves_out_is_named(
