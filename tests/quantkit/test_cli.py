@@ -208,7 +208,10 @@ def test_an_interrupt_cleans_up_and_is_one_line(tmp_path: Path, number: int, cod
         "quantkit.recipe.load_recipe = wait\nmain(['recipes', 'show', 'aa'])"
     )
     command = [sys.executable, "-c", script]
-    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits that it is ignored
+    )  # fmt: skip
     assert process.stdout is not None
     assert process.stdout.readline() == "waiting\n"
     process.send_signal(number)
