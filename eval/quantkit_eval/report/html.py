@@ -5,11 +5,9 @@ import hashlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from quantkit_eval.report import provenance, sections
@@ -18,6 +16,7 @@ from quantkit_eval.report.flips import Flip, Side, flipped_items, shortened
 from quantkit_eval.report.gates import OUTCOME_WORDS
 from quantkit_eval.report.inputs import ReportInput
 from quantkit_eval.report.load_page import crossover_lines, load_plots
+from quantkit_eval.report.page import environment
 from quantkit_eval.report.quantities import instant, number, shorten
 from quantkit_eval.report.wording import because, facts, headline
 
@@ -32,7 +31,7 @@ LAST_TURN = "\n\n[user]\n"  # of a chat, where what differs from item to item be
 
 def render_html(run: ReportInput) -> str:
     """The page for a run whose texts were made visible. The same input gives the same page."""
-    template = _environment().get_template("report.html.j2")
+    template = environment().get_template("report.html.j2")
     flips = flipped_items(run)
     style, script = _data("report.css"), _data("report.js")
     page = _page(run, flips) | {
@@ -117,17 +116,6 @@ def flip_words(flips: Sequence[Flip]) -> str:
     )
 
 
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("quantkit_eval.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-
-
 def _data(name: str) -> str:
     return files("quantkit_eval.report").joinpath("templates", name).read_text(encoding="utf-8").strip()
 
@@ -177,7 +165,7 @@ def _render_item(flip: Flip, *, opened: bool) -> Markup:
         "baseline": _output(flip.baseline, flip.divergence),
         "candidate": _output(flip.candidate, flip.divergence),
     }
-    macro = _environment().get_template("parts.html.j2").module.item  # type: ignore[attr-defined]
+    macro = environment().get_template("parts.html.j2").module.item  # type: ignore[attr-defined]
     return Markup(str(macro(view)).strip())
 
 

@@ -61,12 +61,13 @@ def render_page(page: Page) -> str:
     """The page as HTML. The same page gives the same text."""
     style = _style()
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    template = _environment().get_template("page.html.j2")
+    template = environment().get_template("page.html.j2")
     return template.render(page=page, style=Markup(style), style_hash=f"sha256-{digest}")
 
 
 @cache
-def _environment() -> Environment:
+def environment() -> Environment:
+    """Templates of the report; a value that is missing is an error."""
     return Environment(
         loader=PackageLoader("quantkit_eval.report", "templates"),
         autoescape=True,
