@@ -1,6 +1,5 @@
 """The folders of a run's checkpoints: one run at a time, filled beside, named at the end or not at all."""
 
-import fcntl
 import logging
 import os
 import shutil
@@ -9,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from quantkit.errors import CheckpointError
+from quantkit_eval.file_lock import LOCK_NAME, try_lock
 
 WORKING_SUFFIX = ".partial"
 REPLACED_SUFFIX = ".replaced"
 JOURNAL_NAME = "journal.json"
-LOCK_NAME = ".lock"
 
 logger = logging.getLogger(__name__)
 
@@ -34,21 +33,45 @@ def _beside(output: Path, suffix: str) -> Path:
 
 
 def put_back_replaced(output: Path) -> None:
-    """Undo what a run that was killed while it replaced an output has left.
+    """Undo what a run that was killed while it replaced an output has left; see :func:`standing`."""
+    old = standing(output)
+    if old != output:
+        os.replace(old, output)
+        logger.warning("%s was put back; an earlier run was killed while it replaced it", output)
+
+
+def standing(output: Path) -> Path:
+    """Where what an output holds lies now: elsewhere only if a run was killed while it replaced it.
 
     Raises:
         CheckpointError: both are there, the output and what it replaced; only the user can say which may go.
     """
     old = replaced_folder(output)
     if not os.path.lexists(old):
-        return
+        return output
     if os.path.lexists(output):
         raise CheckpointError(
             f"{old} is in the way; an earlier run was killed while it replaced {output}",
             fix=f"Delete {old} if {output} is what you want to keep",
         )
-    os.replace(old, output)
-    logger.warning("%s was put back; an earlier run was killed while it replaced it", output)
+    return old
+
+
+def check_working_folder(output: Path) -> None:
+    """Refuse before the work what :func:`working_folders` would refuse after it. Makes nothing.
+
+    Raises:
+        CheckpointError: something else has the name of the working folder, or another run is writing in it.
+    """
+    folder = working_folder(output)
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise CheckpointError(f"{folder} is in the way and is no folder", fix="Move it away")
+    if not folder.is_dir() or not any(folder.iterdir()):
+        return
+    if not (folder / LOCK_NAME).exists():
+        raise CheckpointError(f"{folder} is in the way and is no working folder of quantkit", fix="Move it away")
+    with _lock(folder, output):
+        pass
 
 
 @contextmanager
@@ -84,31 +107,25 @@ def working_folders(outputs: Sequence[Path], *, keep: bool, work: str = JOURNAL_
 @contextmanager
 def _locked(folder: Path, output: Path) -> Iterator[None]:
     """Make the folder and hold it for this run; the system lets go of it when the process ends, however it ends."""
-    if folder.is_dir() and any(folder.iterdir()) and not (folder / LOCK_NAME).exists():
-        raise CheckpointError(f"{folder} is in the way and is no working folder of quantkit", fix="Move it away")
+    check_working_folder(output)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / LOCK_NAME, os.O_RDWR | os.O_CREAT, 0o644)
     except OSError as error:
         raise CheckpointError(f"cannot make the folder {folder}: {error.strerror}") from error
-    try:
-        if not _take(lock, folder / LOCK_NAME):
+    with _lock(folder, output):
+        yield
+
+
+@contextmanager
+def _lock(folder: Path, output: Path) -> Iterator[None]:
+    with ExitStack() as lock:
+        try:
+            is_held = lock.enter_context(try_lock(folder / LOCK_NAME))
+        except OSError as error:
+            raise CheckpointError(f"cannot write into the folder {folder}: {error.strerror}") from error
+        if not is_held:
             raise CheckpointError(f"another run is writing {output}", fix="Wait for it, or choose another path")
         yield
-    finally:
-        os.close(lock)
-
-
-def _take(lock: int, path: Path) -> bool:
-    """Whether this run holds the lock now."""
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        logger.warning("%s cannot be locked (%s); see to it that no other run writes there", path, error.strerror)
-    # the other run may have finished meanwhile and taken its folder, and this lock with it, to the output
-    return path.exists() and os.path.samestat(os.fstat(lock), path.stat())
 
 
 def _clear(folder: Path) -> None:

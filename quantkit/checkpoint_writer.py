@@ -1,6 +1,5 @@
 """One checkpoint of a run: its weight files, config.json, side files and quantkit.json."""
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +10,8 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError
-from quantkit.formats.shards import ShardWriter, write_text_durably
+from quantkit.formats.shards import INDEX_NAME, ShardWriter, write_text_durably
+from quantkit.gguf_source import file_sha256
 from quantkit.plan import LayerPlan, OutputPlan, Plan
 from quantkit.primitives import QuantizedWeight
 from quantkit.skeleton import PACKED_SUFFIXES
@@ -138,8 +138,10 @@ class CheckpointWriter:
         """
         self._shards.finish()
         source = self.plan.source
+        beside = ["config.json", INDEX_NAME]
         for path in source.side_files():
-            target = self.folder / path.relative_to(source.folder)
+            beside.append(str(path.relative_to(source.folder)))
+            target = self.folder / beside[-1]
             target.parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(path, target)
         config = json.loads((source.folder / "config.json").read_text(encoding="utf-8"))
@@ -149,17 +151,14 @@ class CheckpointWriter:
         quantization = self.output.format.quantization_config(schemes, ignored, kv_scales=has_kv_scales)
         config["quantization_config"] = quantization
         write_text_durably(self.folder / "config.json", json.dumps(config, indent=2) + "\n")
-        files = {path.name: _sha256(path) for path in sorted(self.folder.glob("*.safetensors"))}
+        files = {path.name: file_sha256(path) for path in sorted(self.folder.glob("*.safetensors"))}
+        beside_hashes = {name: file_sha256(self.folder / name) for name in beside if (self.folder / name).is_file()}
         rewritten = sorted(self.plan.tensor_name(parameter) for parameter in self.plan.rewritten)
         own = manifest | {"format": self.output.format.name, "rewritten_tensors": rewritten, "files": files}
+        own["side_files"] = beside_hashes
         write_text_durably(self.folder / "quantkit.json", json.dumps(own, indent=1) + "\n")
         return own
 
     def close(self) -> None:
         """Close the files; temporary ones stay for a journal."""
         self._shards.close()
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

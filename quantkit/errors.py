@@ -10,14 +10,21 @@ class QuantkitError(Exception):
     Args:
         message: one line that names the value that is wrong.
         fix: what the user can do about it; appended to the message.
+        keys: path of the key in the recipe that is at fault, if one is.
     """
 
     exit_code = 1
 
-    def __init__(self, message: str, *, fix: str | None = None) -> None:
+    def __init__(self, message: str, *, fix: str | None = None, keys: tuple[str | int, ...] = ()) -> None:
         self.message = message
         self.fix = fix
+        self.keys = keys
         super().__init__(f"{message}. {fix}" if fix else message)
+
+    def prepend(self, place: str) -> None:
+        """Begin the message with the place of ``keys``, which are then said."""
+        self.message, self.keys = place + self.message, ()
+        self.args = (place + str(self),)
 
 
 class UsageError(QuantkitError):

@@ -21,6 +21,7 @@ import quantkit_kernels
 from quantkit.gguf_source import cache_folder, file_sha256
 from quantkit_eval.comparability import Evaluation
 from quantkit_eval.errors import RecordError
+from quantkit_eval.file_lock import hold_records
 from quantkit_eval.machine import describe_machine
 from quantkit_eval.records import RESULT_FILE, SAMPLES_FILE
 from quantkit_eval.reference import REFERENCE_FILE
@@ -69,10 +70,10 @@ class CachedEvaluation:
             logger.warning("a cached evaluation is damaged and made anew: %s", error)
             shutil.rmtree(self.folder, ignore_errors=True)
             return False
-        out.mkdir(parents=True, exist_ok=True)
-        for name in reversed(FILES):
-            (out / name).unlink(missing_ok=True)
-        _copy(self.folder, out)
+        with hold_records(out):
+            for name in reversed(FILES):
+                (out / name).unlink(missing_ok=True)
+            _copy(self.folder, out)
         os.utime(self.folder)
         return True
 

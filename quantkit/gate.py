@@ -25,6 +25,7 @@ from quantkit_eval.comparability import Evaluation
 from quantkit_eval.compare import compare
 from quantkit_eval.errors import RecordError
 from quantkit_eval.evaluate import check_suites, evaluate
+from quantkit_eval.file_lock import hold_records
 from quantkit_eval.record_types import Verdict
 from quantkit_eval.records import RESULT_FILE, THROUGHPUT_FILE, VERDICT_FILE, write_throughput, write_verdict
 from quantkit_eval.report import load_report_input, write_report
@@ -64,17 +65,35 @@ def run(
     Raises:
         QuantkitError, EvalError: anything that stops the run before there is a verdict.
     """
-    tell = progress or (lambda stage, done, total: None)
     records = records_folder(recipe)
     check_suites(recipe.gates.suite_options)
     source = open_source(recipe.require_model())
     check_reports(recipe, source)
-    identity = _identity(recipe, source)
-    goes_on = resume and _read_identity(records) == identity
-    _refuse_to_replace(recipe, records, overwrite or goes_on)
-    if recipe.outputs:
-        check_outputs(recipe, source, overwrite=overwrite or resume)
-    _begin(recipe, records, identity, goes_on=goes_on)
+    with hold_records(records, fix="Wait for it, or give `report` and the outputs other paths"):
+        identity = _identity(recipe, source)
+        goes_on = resume and _read_identity(records) == identity
+        _refuse_to_replace(recipe, records, overwrite or goes_on)
+        if recipe.outputs:
+            check_outputs(recipe, source, overwrite=overwrite or resume)
+        _begin(recipe, records, identity, goes_on=goes_on)
+        return _run(
+            recipe, source, records, progress, overwrite=overwrite, resume=resume, use_cache=use_cache, device=device
+        )
+
+
+def _run(
+    recipe: Recipe,
+    source: ModelSource,
+    records: Path,
+    progress: Progress | None,
+    *,
+    overwrite: bool,
+    resume: bool,
+    use_cache: bool,
+    device: DeviceName,
+) -> Verdict:
+    """Everything from the first weight to the report."""
+    tell = progress or (lambda stage, done, total: None)
     if recipe.outputs:
         quantize_model(recipe, overwrite=overwrite, resume=resume, progress=progress, source=source)
     checkpoint = _checkpoint(recipe)
@@ -95,8 +114,8 @@ def run(
     verdict = compare(records / "baseline", records / "candidate", recipe.gates.limits, records / THROUGHPUT_FILE)
     write_verdict(records / VERDICT_FILE, verdict)
     report = recipe.report
-    folder = checkpoint if recipe.checkpoints[:1] == recipe.outputs[:1] else None
-    write_report(load_report_input(records, folder), report.html, report.junit, report.markdown)
+    place = None if checkpoint is None else recipe.outputs[0].path
+    write_report(load_report_input(records, place), report.html, report.junit, report.markdown)
     return verdict
 
 
@@ -176,7 +195,6 @@ def _begin(recipe: Recipe, records: Path, identity: dict[str, Any], *, goes_on: 
         old = [records / VERDICT_FILE, records / THROUGHPUT_FILE, *recipe.report.paths.values()]
         for path in (*old, records / "baseline" / RESULT_FILE, records / "candidate" / RESULT_FILE):
             path.unlink(missing_ok=True)
-    records.mkdir(parents=True, exist_ok=True)
     write_text_durably(records / RUN_FILE, json.dumps(identity, indent=2) + "\n")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.calibration.dataset import CalibrationSet
-from quantkit.checkpoint_folder import LOCK_NAME
 from quantkit.errors import CheckpointError
 from quantkit.export_gguf.calibrated_blocks import measure_importance
 from quantkit.export_gguf.export import Progress
@@ -19,8 +18,9 @@ from quantkit.export_gguf.request import write_calibrated
 from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.formats.shards import write_text_durably
 from quantkit.manifest import MANIFEST_NAME, build_manifest, manifest_path, read_manifest
-from quantkit.recipe import GgufOutput, Recipe
+from quantkit.recipe import GgufOutput, Recipe, name_places
 from quantkit.source import ModelSource
+from quantkit_eval.file_lock import LOCK_NAME
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,13 +66,14 @@ def plan_gguf_files(recipe: Recipe, source: ModelSource) -> list[GgufFile]:
     """
     files = []
     for output in recipe.gguf_files:
-        plan = make_export_plan(
-            source,
-            output.type,
-            has_importance=recipe.calibration is not None,
-            overrides=_overrides(output),
-            pretokenizer=output.pretokenizer,
-        )
+        with name_places(recipe, "outputs", recipe.outputs.index(output)):
+            plan = make_export_plan(
+                source,
+                output.type,
+                has_importance=recipe.calibration is not None,
+                overrides=_overrides(output),
+                pretokenizer=output.pretokenizer,
+            )
         files.append(GgufFile(output, plan))
     return files
 

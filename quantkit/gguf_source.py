@@ -21,7 +21,7 @@ from quantkit.errors import SourceError
 from quantkit.formats.gguf.header import GgufHeader, GgufHeaderError, read_gguf_header
 from quantkit.model_folder import first_line
 
-CONVERTER_VERSION = 3  # raise it when the same file would give another folder
+CONVERTER_VERSION = 4  # raise it when the same file would give another folder
 HASH_CHUNK_BYTES = 1 << 22
 CONFIG_KEY = "quantkit.config"  # config.json of the model that quantkit made a file of
 ORIGINAL = "Use the original safetensors model instead"
@@ -130,7 +130,7 @@ def _write_folder(path: Path, folder: Path, header: GgufHeader, parts: list[Path
         from quantkit.export_gguf.read_back import read_back  # as above
 
         model = read_back(parts, header.metadata)
-        tokenizer = _tokenizer(path)
+        tokenizer = _tokenizer(path, header)
     else:
         model, tokenizer = _read_with_transformers(path, header)
     end_of_turn = header.metadata.get("tokenizer.ggml.eot_token_id")
@@ -142,8 +142,12 @@ def _write_folder(path: Path, folder: Path, header: GgufHeader, parts: list[Path
     tokenizer.save_pretrained(folder)
 
 
-def _tokenizer(path: Path) -> Any:
+def _tokenizer(path: Path, header: GgufHeader) -> Any:
     """The file's own tokenizer: transformers would also take tokenizer files that lie beside it."""
+    if header.metadata.get("tokenizer.ggml.model") == "t5":
+        from quantkit.export_gguf.unigram_reader import read_unigram  # as above
+
+        return read_unigram(header.metadata)
     with tempfile.TemporaryDirectory() as folder:
         alone = Path(folder) / path.name
         alone.symlink_to(path.resolve())
@@ -160,7 +164,7 @@ def _read_with_transformers(path: Path, header: GgufHeader) -> tuple[Any, Any]:
             model, loading = AutoModelForCausalLM.from_pretrained(
                 path.parent, gguf_file=path.name, dtype=torch.bfloat16, output_loading_info=True, **options
             )
-            tokenizer = _tokenizer(path)
+            tokenizer = _tokenizer(path, header)
     except (ValueError, KeyError, IndexError, RuntimeError, TypeError, NotImplementedError, AttributeError) as error:
         raise SourceError(
             f"transformers cannot read {path} (architecture {architecture}): {first_line(error)}", fix=ORIGINAL

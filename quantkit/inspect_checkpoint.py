@@ -116,6 +116,8 @@ def _read_items(source: ModelSource) -> tuple[str, dict[str, Any], list[str], li
         return "safetensors", {}, [], _items(source, {}, "", {})
     method = str(config.get("quant_method", "unknown"))
     facts = {"method": method} | {key: config[key] for key in FACTS if key in config}
+    if config.get("kv_cache_scheme"):
+        facts["kv_cache_scheme"] = config["kv_cache_scheme"]
     form = " ".join(
         [method, *(str(config[key]) for key in ("format", "checkpoint_format", "version") if key in config)]
     )

@@ -44,6 +44,9 @@ def _summary(report: Mapping[str, Any]) -> Table:
     }
     if report["quantization"].get("ignore"):
         rows["ignored"] = ", ".join(report["quantization"]["ignore"])
+    keys_and_values = report["quantization"].get("kv_cache_scheme")
+    if keys_and_values:
+        rows["keys and values"] = ", ".join(f"{key} {value}" for key, value in keys_and_values.items())
     if report["side_files"]:
         rows["side files"] = ", ".join(report["side_files"])
     table = _table("")

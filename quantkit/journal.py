@@ -19,6 +19,7 @@ from quantkit.manifest import validation_line
 
 ACTIVATIONS_NAME = "activations-{block}.st"  # not *.safetensors: no reader may take it for weights
 TUNING_STATE_NAME = "tuning.st"  # where tuning stands
+TUNING_AGAIN_NAME = "tuning-again.st"  # the same after its codes were rounded anew
 TUNING_RESULT_NAME = "tuned.st"  # what it found, before it is written over what is in the shards
 SCHEMA_VERSION = 2
 AFRESH = "Run without --resume to start afresh"
@@ -141,6 +142,6 @@ class Journal:
 
     def remove(self) -> None:
         """Delete the journal's files; the run is finished."""
-        tuning = (self.folder / name for name in (TUNING_STATE_NAME, TUNING_RESULT_NAME))
+        tuning = (self.folder / name for name in (TUNING_STATE_NAME, TUNING_AGAIN_NAME, TUNING_RESULT_NAME))
         for path in (self.folder / JOURNAL_NAME, *tuning, *self.folder.glob(ACTIVATIONS_NAME.format(block="*"))):
             path.unlink(missing_ok=True)

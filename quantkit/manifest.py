@@ -55,6 +55,7 @@ class _Manifest(_Record):
     layers: list[_Layer] = []
     model: dict[str, Any] = {}
     files: dict[str, str] = {}
+    side_files: dict[str, str] = {}
     rewritten_tensors: list[str] = []
     probe: _Probe | None = None
     calibration: dict[str, Any] | None = None

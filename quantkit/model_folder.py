@@ -80,8 +80,9 @@ def load_config(folder: Path) -> tuple[PretrainedConfig, dict[str, Any]]:
             f"{folder} holds a model of more than text ({model_type} has {others[0]}); quantkit takes text only"
         )
     unknown = [name for name in raw.get("architectures") or () if name not in CAUSAL_ARCHITECTURES]
-    if unknown and "auto_map" in raw:
-        raise SourceError(f"{folder} needs its own code for {unknown[0]}, which is not supported yet")
+    if "auto_map" in raw and (unknown or model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
+        name = unknown[0] if unknown else f"the model type {model_type}"
+        raise SourceError(f"{folder} needs its own code for {name}, which is not supported yet")
     if unknown:
         raise SourceError(f"{folder} holds {unknown[0]}, which is no causal decoder that transformers knows")
     try:

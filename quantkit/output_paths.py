@@ -1,9 +1,16 @@
 """What a run may write: never over what it reads, nothing of an earlier run unasked, and only where it can."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.checkpoint_folder import put_back_replaced, replaced_folder, working_folder
+from quantkit.checkpoint_folder import (
+    check_working_folder,
+    put_back_replaced,
+    replaced_folder,
+    standing,
+    working_folder,
+)
 from quantkit.errors import CheckpointError
 from quantkit.gguf_files import places_of
 from quantkit.manifest import manifest_path
@@ -26,7 +33,7 @@ def records_folder(recipe: Recipe) -> Path:
 
 
 def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> None:
-    """Refuse outputs that would destroy something or cannot be made, before any work.
+    """Refuse outputs that would destroy something or cannot be made, before any work. Makes and moves nothing.
 
     Args:
         recipe: with outputs.
@@ -34,8 +41,8 @@ def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> No
         overwrite: the user allows to replace what lies in them.
 
     Raises:
-        CheckpointError: an output is a file, is not empty, is in the way of another output, or it is, holds or lies in
-            something that the recipe reads or writes elsewhere.
+        CheckpointError: an output is a file, is not empty, is in the way of another output, it is, holds or lies in
+            something that the recipe reads or writes elsewhere, or something is in the way of its working folder.
         RecordError: the folder cannot be made.
     """
     taken: dict[Path, Path] = {}
@@ -50,25 +57,33 @@ def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> No
             _check_file(path, overwrite=overwrite)
         else:
             _check_folder(path, overwrite=overwrite)
+        check_working_folder(path)
         check_writable(working_folder(path) / "config.json")
 
 
+def put_back_outputs(recipe: Recipe) -> None:
+    """Give back their names to the outputs that a run had moved aside when it was killed."""
+    for output in recipe.outputs:
+        is_file = isinstance(output, GgufOutput)
+        for place in (output.path, manifest_path(output.path)) if is_file else (output.path,):
+            put_back_replaced(place)
+
+
 def _check_folder(path: Path, *, overwrite: bool) -> None:
-    put_back_replaced(path)
-    if path.is_symlink() and not path.exists():
-        raise CheckpointError(f"the output {path} is a link to {path.readlink()}, which is not there", fix=ELSEWHERE)
-    if path.exists() and not path.is_dir():
+    there = standing(path)
+    if there.is_symlink() and not there.exists():
+        raise CheckpointError(f"the output {path} is a link to {there.readlink()}, which is not there", fix=ELSEWHERE)
+    if there.exists() and not there.is_dir():
         raise CheckpointError(f"the output {path} is a file", fix=ELSEWHERE)
-    if path.is_dir() and any(path.iterdir()) and not overwrite:
+    if there.is_dir() and any(there.iterdir()) and not overwrite:
         raise CheckpointError(f"the output folder {path} is not empty", fix=REPLACE)
 
 
 def _check_file(path: Path, *, overwrite: bool) -> None:
-    for place in (path, manifest_path(path)):
-        put_back_replaced(place)
-    if path.is_dir():
+    moved = [place for place in map(standing, (path, manifest_path(path))) if os.path.lexists(place)]
+    if standing(path).is_dir():
         raise CheckpointError(f"the output {path} is a folder", fix=ELSEWHERE)
-    there = places_of(path)
+    there = [*places_of(path), *moved]
     if there and not overwrite:
         raise CheckpointError(f"the output {there[0]} exists", fix=REPLACE)
 

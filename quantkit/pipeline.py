@@ -23,17 +23,18 @@ from quantkit.calibration.staged_block import BlockBatch, StagedBlock
 from quantkit.calibration.statistics import InputStatistics
 from quantkit.checkpoint_folder import remove, take_places, working_folders
 from quantkit.checkpoint_writer import CheckpointWriter
-from quantkit.errors import CheckpointError, RecipeError, SourceError
+from quantkit.errors import RecipeError
+from quantkit.finished_outputs import finished_manifest
 from quantkit.gguf_files import GgufFile, gguf_only_notes, moves_of, places_of, plan_gguf_files, write_gguf_files
-from quantkit.gguf_source import file_sha256
 from quantkit.journal import Journal
-from quantkit.manifest import MANIFEST_NAME, build_manifest, manifest_path, probe_record, provenance, read_manifest
-from quantkit.output_paths import check_outputs
+from quantkit.manifest import MANIFEST_NAME, build_manifest, probe_record, provenance
+from quantkit.output_paths import check_outputs, put_back_outputs
 from quantkit.plan import Plan, make_plan
-from quantkit.recipe import CheckpointOutput, Recipe
+from quantkit.recipe import Calibration, Recipe
 from quantkit.scheme import QuantScheme
 from quantkit.solve import SolvedLayer, solve_block
 from quantkit.source import ModelSource, open_source
+from quantkit.stored_weights import refuse_broken_weights
 from quantkit.transforms.fold_block import transform_block
 from quantkit.tuning.apply import tune_checkpoint
 
@@ -74,9 +75,8 @@ def quantize_model(
     report = progress or (lambda stage, done, total: None)
     recipe.require_outputs()
     source = source or open_source(recipe.require_model())
-    plan = make_plan(recipe, source) if recipe.checkpoints else None
-    files = plan_gguf_files(recipe, source)
-    check_outputs(recipe, source, overwrite=overwrite or resume)
+    plan, files = plan_run(recipe, source, overwrite=overwrite or resume)
+    put_back_outputs(recipe)
     for note in plan.notes if plan is not None else gguf_only_notes(recipe):
         logger.warning("%s", note)
     calibration = _calibration(recipe, source, plan, files, report)
@@ -87,7 +87,7 @@ def quantize_model(
         allocation = allocate(plan, recipe, calibration, report)
         plan = make_plan(recipe, source, schemes=allocation.schemes)
     if resume:
-        finished = _finished(recipe, facts["identity"])
+        finished = finished_manifest(recipe, facts["identity"])
         if finished is not None:
             return finished
         check_outputs(recipe, source, overwrite=overwrite)
@@ -109,6 +109,28 @@ def quantize_model(
         for path in (*stale, *folders):
             remove(path)
     return manifests[recipe.outputs[0].path]
+
+
+def plan_run(recipe: Recipe, source: ModelSource, *, overwrite: bool = False) -> tuple[Plan | None, list[GgufFile]]:
+    """Decide what can be decided before the work, and refuse what cannot be done. Writes nothing.
+
+    Args:
+        recipe: with outputs.
+        source: its model.
+        overwrite: the user allows to replace what lies in the outputs.
+
+    Returns:
+        The plan of the checkpoints, if there are any, and the GGUF files.
+
+    Raises:
+        QuantkitError: of any kind.
+    """
+    plan = make_plan(recipe, source) if recipe.checkpoints else None
+    if plan is not None and recipe.require_quantization().has_target:
+        check_target(plan, recipe)
+    files = plan_gguf_files(recipe, source)
+    check_outputs(recipe, source, overwrite=overwrite)
+    return plan, files
 
 
 def _write_checkpoints(
@@ -148,37 +170,6 @@ def _write_checkpoints(
     return manifests
 
 
-def _finished(recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any] | None:
-    """The first output's manifest if every output is the finished one of such a run."""
-    manifests = []
-    for output in recipe.outputs:
-        try:
-            manifest = read_manifest(output.path) or {}
-        except CheckpointError:
-            return None  # whatever lies there is not the run's; it is kept or replaced like any other folder
-        if manifest.get("identity") != identity:
-            return None
-        damage = _damage(manifest, manifest_path(output.path).parent, isinstance(output, CheckpointOutput))
-        if damage is not None:
-            logger.warning("%s was finished, but %s; it has to be made again", output.path, damage)
-            return None
-        manifests.append(manifest)
-    return manifests[0]
-
-
-def _damage(manifest: dict[str, Any], folder: Path, is_checkpoint: bool) -> str | None:
-    """Which file of a finished output is no longer as it was written; None if all are."""
-    for name in ("config.json",) if is_checkpoint else ():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-    for name, sha256 in manifest.get("files", {}).items():
-        if not (folder / name).is_file():
-            return f"{name} is missing"
-        if file_sha256(folder / name) != sha256:
-            return f"{name} has changed"
-    return None
-
-
 def _copy_the_rest(plan: Plan, writers: Sequence[CheckpointWriter], progress: Progress) -> None:
     """Copy what is not written yet, counted in megabytes: an embedding takes longer than a norm."""
     total = sum(plan.source.tensors[name].nbytes for name in plan.copied) * len(writers)
@@ -211,21 +202,29 @@ def _algorithm(recipe: Recipe, plan: Plan) -> Algorithm:
 def _calibration(
     recipe: Recipe, source: ModelSource, plan: Plan | None, files: Sequence[GgufFile], progress: Progress
 ) -> CalibrationSet | None:
-    """The recipe's tokens, if a GGUF file, the algorithm, a transform, a target or a static input scale needs them."""
+    """The recipe's tokens, if something needs them."""
+    section = needed_calibration(recipe, plan, files)
+    return None if section is None else build_calibration(section, source, progress)
+
+
+def needed_calibration(recipe: Recipe, plan: Plan | None, files: Sequence[GgufFile]) -> Calibration | None:
+    """The recipe's section, if a GGUF file, the algorithm, a transform, a target or a static input scale needs tokens.
+
+    Raises:
+        RecipeError: it is needed and not there.
+    """
     needed = recipe.calibration is not None and any(file.wants_calibration for file in files)
     if plan is not None:
         inputs = [layer.scheme.input for layer in plan.layers]
         static = any(scheme is not None and not scheme.dynamic for scheme in inputs)
         target = recipe.require_quantization().has_target
-        if target:
-            check_target(plan, recipe)
         more = plan.transforms or plan.attention or static or target
         needed = needed or bool(_algorithm(recipe, plan).needs_calibration or more)
     if not needed:
         return None
     if recipe.calibration is None:
         raise RecipeError("the recipe needs a `calibration` section")
-    return build_calibration(recipe.calibration, source, progress)
+    return recipe.calibration
 
 
 def _quantize_blocks(
@@ -259,7 +258,7 @@ def _quantize_blocks(
     for index in range(first, len(decoder.blocks)):
         block, name = decoder.blocks[index], f"{decoder.name}.{index}"
         source.materialize(model, prefix=name, dtype=torch.float32)
-        _refuse_broken_weights(plan, name)
+        refuse_broken_weights(source, model, name)
         tell = partial(_count, progress, "quantize", len(records), len(plan.layers))
         solved, kv_scales = _quantize_block(plan, index, algorithm, batches, originals, tell)
         written = [writer.write_block(solved, f"{name}.", kv_scales) for writer in writers]
@@ -329,18 +328,7 @@ def _materialize_outside(plan: Plan) -> None:
     for name in plan.model.state_dict():
         if not name.startswith(inside):
             plan.source.materialize(plan.model, prefix=name, dtype=torch.float32)
-    _refuse_broken_weights(plan, "")
-
-
-def _refuse_broken_weights(plan: Plan, prefix: str) -> None:
-    """NaN or infinity in a weight that is in memory is the source's fault, and it is named."""
-    names = plan.source.weight_map(plan.model).names
-    for name, value in plan.model.get_submodule(prefix).named_parameters(prefix=prefix):
-        if not value.is_meta and not torch.isfinite(value).all():
-            count = int((~torch.isfinite(value)).sum())
-            raise SourceError(
-                f"{', '.join(names[name])} in {plan.source.name} holds {count} values that are not finite"
-            )
+    refuse_broken_weights(plan.source, plan.model)
 
 
 def _probe_ids(model: nn.Module) -> Tensor:

@@ -14,6 +14,7 @@ from quantkit.formats import Format
 from quantkit.formats.safetensors_file import TensorSpec
 from quantkit.plan_kv_scales import attention_on_disk, scale_specs
 from quantkit.plan_layers import (
+    IGNORED,
     check_experts,
     check_fused_units,
     matching,
@@ -21,7 +22,7 @@ from quantkit.plan_layers import (
     weighty_modules,
 )
 from quantkit.plan_schemes import choose_schemes
-from quantkit.recipe import CheckpointOutput, Recipe
+from quantkit.recipe import CheckpointOutput, Quantization, Recipe, name_places
 from quantkit.recipe.quantization import ROUTED, Experts
 from quantkit.scheme import QuantScheme
 from quantkit.source import ModelSource, TensorInfo, open_source
@@ -195,7 +196,14 @@ def make_plan(
     """
     if recipe.quantization is None:
         raise RecipeError("the recipe has no `quantization` section, so there is nothing to plan")
-    source = source or open_source(recipe.require_model())
+    with name_places(recipe):
+        return _decide(recipe, recipe.quantization, source or open_source(recipe.require_model()), schemes)
+
+
+def _decide(
+    recipe: Recipe, quantization: Quantization, source: ModelSource, schemes: Mapping[str, QuantScheme] | None
+) -> Plan:
+    """The plan of a recipe; its errors know their keys."""
     if source.quantization is not None:
         method = source.quantization.get("quant_method", "unknown method")
         raise SourceError(f"{source.name} is quantized already ({method})", fix="Give the original model")
@@ -203,14 +211,16 @@ def make_plan(
     decoder = find_decoder_blocks(model, source.config.model_type)
     linears, others = weighty_modules(model, decoder)
     routers = dict.fromkeys(router_names(model))
-    ignored = matching(recipe.quantization.ignore, [*linears, *others], list(linear_experts(model)))
+    ignored = matching(quantization.ignore, [*linears, *others], list(linear_experts(model)))
     refuse_what_stays_unsaid(linears, {name: others[name] for name in others if name not in routers}, ignored, decoder)
     ignored |= set(routers)
     targets = {name: module for name, module in linears.items() if name not in ignored}
-    schemes = schemes or choose_schemes(recipe.quantization, targets)
+    schemes = schemes or choose_schemes(quantization, targets)
     if not schemes:
-        raise RecipeError("quantization.ignore (with overrides to none) leaves no layer to quantize")
-    stays = dict.fromkeys(ignored, "ignored") | {name: "kept by an override" for name in targets if name not in schemes}
+        raise RecipeError(
+            "quantization.ignore (with overrides to none) leaves no layer to quantize", keys=("quantization", "ignore")
+        )
+    stays = dict.fromkeys(ignored, IGNORED) | {name: "kept by an override" for name in targets if name not in schemes}
     check_fused_units(source.config.model_type, decoder, schemes, stays)
     check_experts(model, schemes, stays)
     kept = tuple(name for name in (*linears, *(name for name in routers if name in others)) if name not in schemes)
@@ -245,7 +255,10 @@ def _lay_out(
             specs |= scale_specs(module, source.dtype)
         if form.name == "awq" and len(set(schemes.values())) > 1:
             both = " and ".join(map(str, list(dict.fromkeys(schemes.values()))[:2]))
-            raise RecipeError(f"outputs[{number}]: awq holds one scheme for all layers, and the recipe has {both}")
+            raise RecipeError(
+                f"outputs[{number}]: awq holds one scheme for all layers, and the recipe has {both}",
+                keys=("outputs", number, "format"),
+            )
         outputs.append(OutputPlan(output, form, specs))
     layers: dict[str, LayerPlan] = {}
     for tensor, name in layer_of.items():
@@ -294,4 +307,5 @@ def _layer_specs(number: int, form: Format, name: str, info: TensorInfo, scheme:
         raise RecipeError(
             f"outputs[{number}]: {error}, and {name} has [{info.shape[0]}, {info.shape[1]}]",
             fix="Add it to quantization.ignore, or write another format",
+            keys=("outputs", number, "format"),
         ) from error

@@ -31,6 +31,7 @@ def attention_on_disk(decoder: DecoderBlocks, names: Mapping[str, tuple[str, ...
                 f"quantization.kv_cache: the block {decoder.name}.{index} keeps keys and values in "
                 f"{', '.join(inside) or 'no module that is known'}, and engines look for one {ENGINE_NAME}",
                 fix="Leave kv_cache out for this model",
+                keys=("quantization", "kv_cache"),
             )
         module = f"{decoder.name}.{index}.{inside[0]}"
         stored = next(names[weight] for p in PROJECTIONS if (weight := f"{module}.{p}.weight") in names)

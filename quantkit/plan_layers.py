@@ -10,6 +10,8 @@ from quantkit.errors import RecipeError
 from quantkit.experts import is_fused, linear_experts, why_not_linear
 from quantkit.scheme import QuantScheme
 
+IGNORED = "ignored"  # why a layer stays as it is
+
 
 def weighty_modules(model: nn.Module, decoder: DecoderBlocks) -> tuple[dict[str, nn.Linear], dict[str, nn.Module]]:
     """All linear layers, and the other modules inside decoder blocks that own a matrix."""
@@ -32,7 +34,7 @@ def matching(patterns: Sequence[str], names: Sequence[str], experts: Sequence[st
         experts: names of modules of experts; who ignores one ignores its layers.
     """
     found: set[str] = set()
-    for pattern in patterns:
+    for number, pattern in enumerate(patterns):
         matched = {name for name in names if name == pattern or re.fullmatch(pattern, name)}
         for module in experts:
             if module == pattern or re.fullmatch(pattern, module):
@@ -41,6 +43,7 @@ def matching(patterns: Sequence[str], names: Sequence[str], experts: Sequence[st
             raise RecipeError(
                 f"quantization.ignore: {pattern!r} matches no layer of the model",
                 fix=f"Layers are called {names[0]} ... {names[-1]}; a pattern must match the whole name",
+                keys=("quantization", "ignore", number),
             )
         found |= matched
     return found
@@ -55,6 +58,7 @@ def refuse_what_stays_unsaid(
         raise RecipeError(
             f"quantizing {outside[0]}, which is outside the decoder blocks, is not supported yet",
             fix="Add it to quantization.ignore",
+            keys=("quantization", "ignore"),
         )
     matrices = [name for name in others if name not in ignored]
     if matrices:
@@ -64,6 +68,7 @@ def refuse_what_stays_unsaid(
         raise RecipeError(
             f"quantizing {matrices[0]}, {reason}, is not supported yet ({len(matrices)} such modules)",
             fix="Add them to quantization.ignore to keep them as they are",
+            keys=("quantization", "ignore"),
         )
 
 
@@ -84,6 +89,7 @@ def check_fused_units(
             raise RecipeError(
                 f"quantization splits a unit that engines fuse: {other} {found} and {first} is {schemes[first]}",
                 fix=f"Treat all of {', '.join(part.rpartition('.')[2] for part in unit)} alike",
+                keys=_decides(stays.get(other)),
             )
 
 
@@ -99,4 +105,10 @@ def check_experts(model: nn.Module, schemes: Mapping[str, QuantScheme], stays: M
                 f"quantization splits the experts of a layer, which engines fuse: {other} is {found} and {first} is "
                 f"{schemes[first]}",
                 fix=f"Match all of {experts} with one pattern, such as {re.escape(experts)}.*",
+                keys=_decides(stays.get(other)),
             )
+
+
+def _decides(why_it_stays: str | None) -> tuple[str, str]:
+    """The key that made a layer differ from the others."""
+    return "quantization", "ignore" if why_it_stays == IGNORED else "overrides"

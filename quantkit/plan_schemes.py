@@ -7,6 +7,7 @@ from torch import nn
 
 from quantkit.errors import RecipeError
 from quantkit.recipe import Quantization, SchemeChoice
+from quantkit.recipe.document import KeyPath, key_path
 from quantkit.scheme import GROUP_SIZES, PER_CHANNEL, QuantScheme
 
 
@@ -28,13 +29,13 @@ def choose_schemes(quantization: Quantization, targets: Mapping[str, nn.Linear])
             raise RecipeError(
                 f"quantization.overrides[{number}]: {override.match!r} matches no layer that is quantized",
                 fix=f"Layers are called {names[0]} ... {names[-1]}; a pattern must match the whole name",
+                keys=("quantization", "overrides", number),
             )
         chosen |= dict.fromkeys(matched, None if override.keeps else override)
     sizes = {}
     for place, choice in quantization.choices.items():
         members = {name: targets[name] for name, other in chosen.items() if other is choice}
-        where = ".".join(["quantization", *(f"{place[0]}[{place[1]}]" for _ in place[:1]), "group_size"])
-        sizes[id(choice)] = _group_size(where, choice, members)
+        sizes[id(choice)] = _group_size(("quantization", *place, "group_size"), choice, members)
     return {name: choice.scheme(sizes[id(choice)]) for name, choice in chosen.items() if choice is not None}
 
 
@@ -44,7 +45,7 @@ def overridden(quantization: Quantization, names: Iterable[str]) -> set[str]:
     return {name for name in names if any(name == pattern or re.fullmatch(pattern, name) for pattern in patterns)}
 
 
-def _group_size(where: str, choice: SchemeChoice, members: Mapping[str, nn.Linear]) -> int:
+def _group_size(keys: KeyPath, choice: SchemeChoice, members: Mapping[str, nn.Linear]) -> int:
     """The group size of a choice if it divides every layer; for ``auto`` the largest that does."""
     asked = choice.group_size
     if asked == "auto":
@@ -53,15 +54,17 @@ def _group_size(where: str, choice: SchemeChoice, members: Mapping[str, nn.Linea
                 return size
         name, module = next((n, m) for n, m in members.items() if m.in_features % GROUP_SIZES[-1])
         raise RecipeError(
-            f"{where}: auto found none of {', '.join(map(str, GROUP_SIZES))} that divides every layer "
+            f"{key_path(keys)}: auto found none of {', '.join(map(str, GROUP_SIZES))} that divides every layer "
             f"({name} has {module.in_features} input columns)",
             fix="Use group_size: channel, or ignore that layer",
+            keys=keys,
         )
     wrong = [name for name, module in members.items() if asked != PER_CHANNEL and module.in_features % asked]
     if wrong:
         raise RecipeError(
-            f"{where}: {asked} does not divide the {members[wrong[0]].in_features} input columns of "
+            f"{key_path(keys)}: {asked} does not divide the {members[wrong[0]].in_features} input columns of "
             f"{wrong[0]} (and {len(wrong) - 1} more layers)",
             fix="Use group_size: auto",
+            keys=keys,
         )
     return asked

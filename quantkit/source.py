@@ -217,7 +217,11 @@ class ModelSource:
             SourceError: a parameter is not on disk.
         """
         self.weight_map(model).materialize(model, self.read, prefix=prefix, dtype=dtype)
-        self._open_shards.clear()  # unmaps what was copied; a tensor that is still used keeps its own hold
+        self.close()
+
+    def close(self) -> None:
+        """Unmap what was read; a tensor that is still used keeps its own hold, and reading opens the files again."""
+        self._open_shards.clear()
 
 
 def open_source(model: str | Path, *, revision: str | None = None) -> ModelSource:

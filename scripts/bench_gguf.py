@@ -8,7 +8,9 @@ export gguf` in a process of its own, which gives seconds (imports included) and
 with llama-cpp-python, whose `llama_model_quantize` makes the baseline of the F16 file. The divergence is that of the
 next-token distributions, original || file, in nats a token, over the first windows of FILE (by default the text that
 quantkit carries for evaluation and nobody calibrates on); transformers runs both in float32. Files that lie in DIR
-already are not written again. --write puts the table into docs/GGUF.md. The last line of stdout is one JSON document.
+already are not written again; a baseline is called `llama.cpp Q4_0.gguf` or `llama.cpp Q4_K_M.gguf`, and counts
+without PYTHON too, whose llama-cpp-python may have no `llama_model_quantize`.
+--write puts the table into docs/GGUF.md. The last line of stdout is one JSON document.
 """
 
 import argparse
@@ -115,9 +117,11 @@ def write_files(options: argparse.Namespace, folder: Path) -> dict[str, dict[str
     for name in [name for name in VARIANTS if not options.only or name in options.only.split(";")]:
         rows[name] = export(options.model, folder / f"{name}.gguf", VARIANTS[name], bits)
         print(f"{name}: {rows[name]}", file=sys.stderr, flush=True)
-        if name in BASELINES and options.llama_cpp:
-            theirs = f"llama.cpp {name}"
-            source, path = folder / "F16.gguf", folder / f"{theirs}.gguf"
+        theirs = f"llama.cpp {name}"
+        source, path = folder / "F16.gguf", folder / f"{theirs}.gguf"
+        if name in BASELINES and path.exists():
+            rows[theirs] = {"seconds": "", "peak_gb": "", "llama_cpp_python": "unknown (its files lay there)"}
+        elif name in BASELINES and options.llama_cpp:
             rows[theirs] = quantize_with_llama_cpp(options.llama_cpp, source, path, BASELINES[name])
     for name, row in rows.items():
         row["bytes"] = (folder / f"{name}.gguf").stat().st_size

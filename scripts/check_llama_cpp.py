@@ -16,49 +16,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from llama_cpp import Llama
-from llama_cpp import __version__ as llama_cpp_version
 from transformers import AutoModelForCausalLM
 
-from quantkit.export_gguf import export_gguf
+from quantkit.export_gguf import export_gguf, llama_cpp
 from quantkit.export_gguf.output_file import written_files
-from quantkit.source import ModelSource, open_source
+from quantkit.source import open_source
 
 TYPES = "F16,Q8_0,Q4_0,Q4_K_M,Q6_K,IQ4_XS"
-SCRIPTS = [
-    "Hello, world! It's 12345.67 degrees; they've gone (really?).",
-    "Größe, naïve, Dvořák, Łódź, İstanbul",
-    "Здравствуй, мир! Γειά σου Κόσμε. שלום עולם. مرحبا بالعالم",  # noqa: RUF001
-    "東京は日本の首都です。 你好，世界。 안녕하세요 세계",  # noqa: RUF001
-    "नमस्ते दुनिया สวัสดีชาวโลก გამარჯობა",
-    "🙂👩‍👩‍👧‍👦🇺🇳 and a flag",
-    "  two  spaces\n\n\tand a tab\r\n    indented = [1, 2]\n",
-]
 PROMPT = "The capital of France is"
 NEW_TOKENS = 24
-
-
-def differing_ids(engine: Llama, source: ModelSource) -> list[str]:
-    """The texts whose ids are not transformers', control tokens among them."""
-    tokenizer = source.tokenizer()
-    control = [token for token in tokenizer.all_special_tokens if token != tokenizer.unk_token]
-    texts = [*SCRIPTS, "".join(f"{token}a b" for token in control)]
-    return [
-        text
-        for text in texts
-        if engine.tokenize(text.encode(), add_bos=False, special=True)
-        != tokenizer(text, add_special_tokens=False)["input_ids"]
-    ]
-
-
-def write(engine: Llama, prompt: list[int]) -> list[int]:
-    """The greedy continuation."""
-    written: list[int] = []
-    for token in engine.generate(prompt, temp=0.0, repeat_penalty=1.0):
-        written.append(token)
-        if len(written) == NEW_TOKENS:
-            break
-    return written
 
 
 def main() -> None:
@@ -68,6 +34,8 @@ def main() -> None:
     parser.add_argument("--types", default=TYPES)
     parser.add_argument("--folder", type=Path, help="where files go and stay; a temporary one by default")
     options = parser.parse_args()
+    if (missing := llama_cpp.why_missing()) is not None:
+        sys.exit(missing)
     source = open_source(options.model)
     tokenizer = source.tokenizer()
     prompt = tokenizer(PROMPT, add_special_tokens=False)["input_ids"]
@@ -80,16 +48,16 @@ def main() -> None:
         path = folder / f"{file_type}.gguf"
         if not written_files(path):
             export_gguf(source, path, file_type)
-        engine = Llama(str(path), n_ctx=256, verbose=False)
-        written = write(engine, prompt)
+        engine = llama_cpp.load(path)
+        written = llama_cpp.write_greedily(engine, prompt, NEW_TOKENS)
         same = sum(ours == theirs for ours, theirs in zip(written, expected, strict=True))
         found[file_type] = {"text": tokenizer.decode(written), "tokens_as_transformers": f"{same}/{NEW_TOKENS}"}
         if file_type == "F16":
-            found[file_type]["other_ids"] = differing_ids(engine, source)
+            found[file_type]["other_ids"] = llama_cpp.differing_texts(engine, tokenizer, len(tokenizer))
         print(f"{file_type}: {found[file_type]}", flush=True)
     plain = found.get("F16", {"other_ids": [], "tokens_as_transformers": f"{NEW_TOKENS}/{NEW_TOKENS}"})
     ok = not plain["other_ids"] and plain["tokens_as_transformers"] == f"{NEW_TOKENS}/{NEW_TOKENS}"
-    print(json.dumps({"ok": ok, "llama_cpp_python": llama_cpp_version, "model": source.name, "files": found}))
+    print(json.dumps({"ok": ok, "llama_cpp_python": llama_cpp.version(), "model": source.name, "files": found}))
     sys.exit(0 if ok else 1)
 
 

@@ -3,10 +3,11 @@
 
     scripts/soak_serve.py MODEL [--requests 2000] [--seed 0] [--deterministic]
 
-Requests come and are aborted at random; prompts share beginnings, continuations branch, blocks are preempted, swapped
-and evicted. After every step the books must balance; each continuation must end once; an answer that was not aborted
-must be that of an engine with room for everything. Without --deterministic the last bits of logits depend on the
-batch, so that one answer in a thousand may differ where two tokens are nearly equal. The exit code is 1 if not.
+Requests come and are aborted at random, as those of a client that goes away are; prompts share beginnings, some answers
+must have a form, continuations branch, blocks are preempted, swapped and evicted. After every step the books must
+balance; each continuation must end once; an answer that was not aborted must be that of an engine with room for
+everything. Without --deterministic the last bits of logits depend on the batch, so that one answer in a thousand may
+differ where two tokens are nearly equal. The exit code is 1 if not.
 """
 
 import argparse
@@ -21,10 +22,18 @@ from marked_page import machine_line, write_between_marks
 from quantkit.serve import Engine, EngineConfig, SamplingParams
 from quantkit.serve.cache_size import cache_block_bytes
 from quantkit.serve.outputs import RequestOutput
+from quantkit.serve.structured.spec import StructuredOutput
 from quantkit_eval.machine import describe_machine
 
 MAX_MODEL_LEN, KV_BLOCK_SIZE, MAX_NUM_SEQS = 256, 16, 8
 TIGHT_BLOCKS = 24  # of them 23 for requests of up to 16
+FORMS = (
+    StructuredOutput.choice(["yes", "no", "perhaps"]),
+    StructuredOutput.regex("[0-9]{3}-[0-9]{4}"),
+    StructuredOutput.json_schema(
+        {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"enum": ["x", "y"]}}, "required": ["a", "b"]}
+    ),
+)
 MAX_DIFFERENT = 0.001
 MAX_GROWTH = 32 << 20  # bytes of resident memory in the second half
 
@@ -46,6 +55,7 @@ class Findings:
     requests: int = 0
     continuations: int = 0
     aborted: int = 0
+    structured: int = 0
     steps: int = 0
     preemptions: int = 0
     swaps: int = 0
@@ -70,6 +80,7 @@ def make_requests(count: int, seed: int, vocab_size: int) -> list[Asked]:
         prompt = [draw.randrange(5, vocab_size) for _ in range(draw.choice([1, 3, 10, 40, 80]))]
         if draw.random() < 0.5:
             prompt = draw.choice(beginnings) + prompt
+        form = draw.choice(FORMS) if draw.random() < 0.2 else None
         params = SamplingParams(
             temperature=draw.choice([0.0, 0.0, 0.7, 1.3]),
             top_p=draw.choice([1.0, 0.9]),
@@ -77,12 +88,13 @@ def make_requests(count: int, seed: int, vocab_size: int) -> list[Asked]:
             min_p=draw.choice([0.0, 0.0, 0.05]),
             repetition_penalty=draw.choice([1.0, 1.0, 1.2]),
             max_tokens=draw.choice([1, 5, 20, 60]),
-            min_tokens=draw.choice([0, 0, 1]),
+            min_tokens=draw.choice([0, 0, 1]) if form is None else 0,
             ignore_eos=draw.random() < 0.5,
             n=draw.choice([1, 1, 1, 3]),
             seed=number,
             logprobs=draw.choice([None, None, 2]),
             prompt_logprobs=draw.choice([None, None, None, None, 1]),
+            structured=form,
         )
         abort_after = draw.randrange(30) if draw.random() < 0.15 else None
         asked.append(Asked(prompt, params, draw.choice([0, 0, 0, 1]), abort_after))
@@ -125,6 +137,7 @@ def run_disturbed(engine: Engine, asked: list[Asked], seed: int, found: Findings
         else:
             done[int(name), index] = [token for piece in pieces for token in piece.token_ids]
     found.requests, found.continuations = len(asked), len(outputs)
+    found.structured = sum(one.params.structured is not None for one in asked)
     assert len(outputs) == sum(one.params.n for one in asked), "a continuation was lost"
     return done
 

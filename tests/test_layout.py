@@ -42,15 +42,16 @@ ALLOWED = {
     },
     "quantkit": {
         *PACKAGES,
-        *("torch", "transformers", "accelerate", "compressed_tensors", "gguf", "safetensors", "huggingface_hub"),
+        *("torch", "transformers", "tokenizers", "accelerate", "compressed_tensors", "gguf", "safetensors", "huggingface_hub"),
         *("greenlet", "numpy", "scipy", "pydantic", "pydantic_core", "yaml", "jinja2", "markupsafe", "click", "rich"),
         *("jsonschema", "referencing"),
         "lm_eval",  # the extra lm-eval; at the top of lm_eval_model.py alone
         "datasets",  # an extra; imported where a recipe names a dataset
+        "ray",  # an extra; imported where a search is given a cluster's address
         *("fastapi", "starlette", "uvicorn", "llguidance"),  # the extra serve; the first two at the top of serve/http
     },
 }
-OPTIONAL = {"datasets", "triton", "uvicorn", "llguidance"}  # may only be imported inside a function
+OPTIONAL = {"datasets", "ray", "triton", "uvicorn", "llguidance"}  # may only be imported inside a function
 
 
 def imports(file: Path) -> Iterator[tuple[str, bool]]:

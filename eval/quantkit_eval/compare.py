@@ -11,6 +11,7 @@ from quantkit_eval.gates import Gates, judge_drop, judge_kl, judge_throughput
 from quantkit_eval.pairing import changes, count, flipped, graded_suites, noise_floor, pair_up, primary_metric
 from quantkit_eval.record_types import Gate, NoiseFloor, Outcome, Throughput, Unjudged, Verdict
 from quantkit_eval.records import SCHEMA_VERSION, read_throughput, utc_now
+from quantkit_eval.reference import REFERENCE_FILE
 from quantkit_eval.statistics import ALPHA, holm
 
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 3, "inconclusive": 4}
@@ -117,9 +118,13 @@ def _check_gates_were_run(gates: Gates, baseline: Evaluation, candidate: Evaluat
 def _check_divergence(baseline: Evaluation, candidate: Evaluation) -> None:
     """The candidate's KL must be there and be the one to this baseline."""
     if not candidate.measures_divergence():
+        steps = [f"`quantkit eval CANDIDATE -o {candidate.folder} --reference {baseline.folder}`"]
+        if not (baseline.folder / REFERENCE_FILE).is_file():
+            steps.insert(0, f"`quantkit eval BASELINE -o {baseline.folder}`")
         raise OptionError(
-            f"gate max_kl_mean_nats: {candidate.folder} holds no divergence",
-            fix="Evaluate the candidate with the baseline as its reference",
+            f"gate max_kl_mean_nats: {candidate.folder} holds no divergence from the baseline; a server's URL cannot "
+            "give one, because it does not tell its distributions",
+            fix=f"Run {', then '.join(steps)} with the suite nll and models given as folders; or drop the gate",
         )
     if baseline.measures_divergence():
         raise IncomparableResults(

@@ -2,12 +2,13 @@
 
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from quantkit_eval.answer_log import ANSWERS_FILE, AnswerLog
 from quantkit_eval.errors import ModelOutputError, NotOfferedError, OptionError, RecordError
+from quantkit_eval.file_lock import hold_records
 from quantkit_eval.machine import describe_machine
 from quantkit_eval.protocol import LoadTarget, Model
 from quantkit_eval.record_types import Result, Sample, SuiteRecord
@@ -168,19 +169,13 @@ def check_suites(suites: Mapping[str, Mapping[str, Any]]) -> None:
 @contextmanager
 def _working_folder(out: Path) -> Iterator[Path]:
     """A folder inside ``out`` that goes at the end; of ``out`` and its parents goes what was made here and is empty."""
-    made = [folder for folder in (out, *out.parents) if not folder.exists()]
-    try:
+    with hold_records(out):
         try:
-            out.mkdir(parents=True, exist_ok=True)
             temporary = tempfile.TemporaryDirectory(prefix=".evaluate-", dir=out)
         except OSError as error:
             raise RecordError(f"{out}: cannot be written ({error.strerror})", fix="Name another folder") from error
         with temporary as name:
             yield Path(name)
-    finally:
-        for folder in made:
-            with suppress(OSError):  # not empty, or never made
-                folder.rmdir()
 
 
 def describe_model(model: Model | LoadTarget) -> dict[str, Any]:

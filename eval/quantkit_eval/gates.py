@@ -135,7 +135,7 @@ def judge_kl(
     needed = None
     if verdict == "inconclusive":
         half_width = high - estimate.value if estimate.value <= limit else estimate.value - low
-        fewest = math.ceil(MIN_CLUSTERS * estimate.n / effective_clusters(window_tokens))
+        fewest = math.ceil(MIN_CLUSTERS * estimate.n / effective_clusters(window_tokens) - 1e-9)
         needed = means_needed(estimate.value, half_width, estimate.n, limit, alpha) if known else fewest
     return {
         "name": "nll.kl_mean_nats",

@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from quantkit_eval.record_types import Outcome, ThroughputBatch
-from quantkit_eval.statistics import ALPHA, Estimate, mcnemar_p
+from quantkit_eval.statistics import ALPHA, MIN_CLUSTERS, Estimate, mcnemar_p
 
 METRIC_WORDS = {"exact": "exactly right", "schema_ok": "valid for their schema", "followed": "as they were told"}
 
@@ -92,7 +92,10 @@ def explain_kl(estimate: Estimate, limit: float, verdict: Outcome, needed: int |
     if verdict == "fail":
         return f"{facts}; {sure(alpha)}, by more than {told_apart(low, limit, 3)}, and only {limit:g} is allowed."
     if not math.isfinite(high):
-        return f"{facts}, where {limit:g} is allowed, but so few windows give no interval: {needed} or more would."
+        more = f"{MIN_CLUSTERS} or more would"
+        if needed is not None and needed > MIN_CLUSTERS:
+            more = f"{needed} or more like these would ({MIN_CLUSTERS} if all were of equal length)"
+        return f"{facts}, where {limit:g} is allowed, but so few windows give no interval: {more}."
     return f"{facts}, where {limit:g} is allowed, but so little text cannot tell: {_about(needed)} windows would."
 
 

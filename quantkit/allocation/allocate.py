@@ -1,6 +1,6 @@
 """From a recipe with a target size to a scheme for every layer."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from quantkit.calibration.dataset import CalibrationSet
 from quantkit.errors import RecipeError
 from quantkit.plan import Plan, make_plan
 from quantkit.plan_schemes import overridden
-from quantkit.recipe import Quantization, Recipe
+from quantkit.recipe import Quantization, Recipe, name_places
 from quantkit.scheme import GROUP_SIZES, PER_CHANNEL, QuantScheme
 
 NUM_WINDOWS = 96
@@ -80,6 +80,12 @@ def check_target(plan: Plan, recipe: Recipe) -> None:
         RecipeError: nothing to choose, or a unit for which no candidate is legal.
         QuantizationError: the target is too small for every allocation.
     """
+    target = "target_bits" if recipe.require_quantization().target_bits is not None else "target_bytes"
+    with name_places(recipe, "quantization", target):
+        _check_target(plan, recipe)
+
+
+def _check_target(plan: Plan, recipe: Recipe) -> None:
     units, _, sizes, budget = _choices(plan, recipe)
     choose([[0.0] * len(sizes[unit.name]) for unit in units], [sizes[unit.name] for unit in units], budget)
 
@@ -89,7 +95,10 @@ def _choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, list[Qua
     units, legal, sizes = legal_choices(plan, recipe)
     if all(len(schemes) == 1 for schemes in legal.values()):
         only = next(iter(legal.values()))[0]
-        raise RecipeError(f"quantization.candidates: only {only} is left for every layer, and the target has no choice")
+        raise RecipeError(
+            f"quantization.candidates: only {only} is left for every layer, and the target has no choice",
+            keys=("quantization", "candidates"),
+        )
     return units, legal, sizes, _budget(plan, recipe.require_quantization(), units)
 
 
@@ -103,22 +112,27 @@ def legal_choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, lis
     fixed = overridden(quantization, plan.schemes)
     units = find_units(plan, [layer for layer in plan.layers if layer.name not in fixed])
     if not units:
-        raise RecipeError("quantization.overrides decide every layer, and nothing is left to choose")
-    legal = {unit.name: _legal(plan, unit, quantization) for unit in units}
+        raise RecipeError(
+            "quantization.overrides decide every layer, and nothing is left to choose",
+            keys=("quantization", "overrides"),
+        )
+    columns = {layer.name: layer.shape[1] for layer in plan.layers}
+    candidates = tuple(dict.fromkeys(_candidates(quantization)))
+    legal = {unit.name: _legal(unit, {columns[name] for name in unit.layers}, candidates) for unit in units}
     return units, legal, _sizes(plan, recipe, units, legal)
 
 
-def _legal(plan: Plan, unit: Unit, quantization: Quantization) -> list[QuantScheme]:
-    """The candidates whose groups divide every layer of a unit, each scheme once."""
-    columns = [layer.shape[1] for layer in plan.layers if layer.name in unit.layers]
-    found: list[QuantScheme] = []
-    for scheme in _candidates(quantization):
-        divides = scheme.group_size == PER_CHANNEL or all(size % scheme.group_size == 0 for size in columns)
-        if divides and scheme not in found:
-            found.append(scheme)
+def _legal(unit: Unit, columns: Set[int], candidates: Sequence[QuantScheme]) -> list[QuantScheme]:
+    """The candidates whose groups divide the input columns of every layer of a unit."""
+    found = [
+        scheme
+        for scheme in candidates
+        if scheme.group_size == PER_CHANNEL or all(size % scheme.group_size == 0 for size in columns)
+    ]
     if not found:
         raise RecipeError(
-            f"quantization.candidates: no group size divides the {columns[0]} input columns of {unit.name}"
+            f"quantization.candidates: no group size divides the {min(columns)} input columns of {unit.name}",
+            keys=("quantization", "candidates"),
         )
     return found
 

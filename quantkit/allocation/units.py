@@ -33,6 +33,11 @@ def find_units(plan: Plan, layers: list[LayerPlan]) -> list[Unit]:
     facts = ARCHITECTURES.get(plan.source.config.model_type)
     fused = facts.fused_units if facts else ()
     by_name = {layer.name: layer for layer in layers}
+    of_experts: dict[str, list[str]] = {}
+    for name in by_name:
+        module = experts_of(name)
+        if module is not None:
+            of_experts.setdefault(module, []).append(name)
     units: list[Unit] = []
     taken: set[str] = set()
     for layer in layers:
@@ -46,7 +51,7 @@ def find_units(plan: Plan, layers: list[LayerPlan]) -> list[Unit]:
                 members = names
         experts = experts_of(layer.name)
         if experts is not None:
-            members = tuple(name for name in by_name if experts_of(name) == experts)
+            members = tuple(of_experts[experts])
         taken.update(members)
         weights = sum(by_name[name].shape[0] * by_name[name].shape[1] for name in members)
         units.append(Unit(experts or _unit_name(members), members, weights))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit.calibration.self_generated import Progress, generate_conversations
+from quantkit.calibration.self_generated import Progress, generate_conversations, read_prompts
 from quantkit.calibration.sources import Document, read_documents
 from quantkit.calibration.structured_chat import generate_conversations as generate_structured_chat
 from quantkit.calibration.tokenize import DocumentTokenizer, TokenizedDocument
@@ -101,6 +101,22 @@ def build_calibration(calibration: Calibration, model: ModelSource, progress: Pr
         token_mask[row, : lengths[row]] = torch.tensor(piece.counted)
     _refuse_unusable(token_ids, token_mask, model)
     return CalibrationSet(token_ids, token_mask, lengths, records, torch.tensor([number for _, number in pieces]))
+
+
+def check_sources(calibration: Calibration, model: ModelSource) -> None:
+    """Refuse what `build_calibration` would refuse, as far as that needs no answers of the model and no download.
+
+    Raises:
+        CalibrationError: as there.
+    """
+    tokenizer = DocumentTokenizer(model.tokenizer())
+    _refuse_long_windows(calibration, model)
+    for number, source in enumerate(calibration.sources or default_sources(chat=tokenizer.has_chat_template)):
+        need = _num_tokens(source, calibration)
+        if isinstance(source, SelfGeneratedSource):
+            read_prompts(source, model)
+        elif not isinstance(source, DatasetSource):
+            draw_pieces(tokenizer, source, number, need, calibration, model, lambda *_: None)
 
 
 def draw_pieces(

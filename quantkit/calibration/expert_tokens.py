@@ -86,7 +86,8 @@ class ExpertTokens:
         for position, tokens in enumerate(counted):
             mask = tokens.reshape(-1)
             counts += torch.stack([mask[chosen].sum() for chosen in self._chosen[experts, position]])
-        needed = self._options.min_tokens or fewest_tokens(module)
+        least = self._options.min_tokens
+        needed = fewest_tokens(module) if least is None else least
         few = int((counts < needed).sum())
         if few:
             worst = int(counts.argmin())

@@ -42,7 +42,7 @@ def generate_conversations(
     Raises:
         CalibrationError: no prompts, or a model without chat template.
     """
-    prompts = _read_prompts(source)
+    prompts = read_prompts(source, model)
     path = _cache_path(source, model, prompts, num_tokens, seed)
     if path.exists():
         return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
@@ -51,8 +51,16 @@ def generate_conversations(
     return conversations
 
 
-def _read_prompts(source: SelfGeneratedSource) -> list[Conversation]:
-    """The seed conversations, without the answers that they end with."""
+def read_prompts(source: SelfGeneratedSource, model: ModelSource) -> list[Conversation]:
+    """The seed conversations, without the answers that they end with.
+
+    Raises:
+        CalibrationError: no prompts, or a model without chat template.
+    """
+    if not model.tokenizer().chat_template:
+        raise CalibrationError(
+            f"{model.name} has no chat template, so it cannot answer seed prompts", fix="Calibrate with text"
+        )
     path = BUILTIN_CHAT if source.seed_prompts == BUILTIN else Path(source.seed_prompts)
     prompts = []
     for document in read_jsonl(path):
@@ -81,10 +89,6 @@ def _answer_in_rounds(
     from quantkit.serve.request import SamplingParams
 
     template = ChatTemplate(model.tokenizer(), model.name)
-    if not template.is_defined:
-        raise CalibrationError(
-            f"{model.name} has no chat template, so it cannot answer seed prompts", fix="Calibrate with text"
-        )
     rendered = [template.render(prompt) for prompt in prompts]
     max_model_len = max(map(len, rendered)) + source.max_answer_tokens
     engine = Engine(model, EngineConfig(max_num_seqs=MAX_NUM_SEQS, max_model_len=max_model_len))

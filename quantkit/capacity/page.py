@@ -1,16 +1,15 @@
 """A capacity plan as one HTML page that loads nothing."""
 
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from quantkit.capacity.kv_footprint import KV_DTYPES, sequence_bytes
-from quantkit.capacity.plan_plots import Axis, Series, bar_plot, line_plot
+from quantkit.capacity.plan_plots import Series, bar_plot, line_plot
 from quantkit.capacity.plan_text import UNCONFIRMED, crossover_lines, gigabytes, trace_lines
 from quantkit.capacity.planning import BATCHES, CapacityPlan, DevicePlan, launch_lines
+from quantkit_eval.report.frame import Axis
+from quantkit_eval.report.plain_page import render_plain_page
 
 DEFAULT_LENGTH = 32768  # tokens up to which the cache is drawn if the model does not say its own
 
@@ -23,31 +22,17 @@ def render_page(plan: CapacityPlan) -> str:
         for row in document["footprint"]["weights"]
         if row["bytes"] is not None
     ]
-    return (
-        _environment()
-        .get_template("plan.html.j2")
-        .render(
-            style=Markup(files("quantkit.capacity").joinpath("templates", "plan.css").read_text(encoding="utf-8")),
-            model=document["model"],
-            weights_plot=bar_plot("weights", "Weights by scheme", weights),
-            kv_plot=_kv_plot(plan),
-            devices=[_device(plan, device, index) for index, device in enumerate(plan.devices)],
-            findings=document.get("findings"),
-            traces=[_trace(trace, index) for index, trace in enumerate(document.get("trace", ()))],
-            assumptions=document["assumptions"],
-            gigabytes=gigabytes,
-        )
-    )
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("quantkit.capacity", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    return render_plain_page(
+        "quantkit.capacity",
+        "plan",
+        model=document["model"],
+        weights_plot=bar_plot("weights", "Weights by scheme", weights),
+        kv_plot=_kv_plot(plan),
+        devices=[_device(plan, device, index) for index, device in enumerate(plan.devices)],
+        findings=document.get("findings"),
+        traces=[_trace(trace, index) for index, trace in enumerate(document.get("trace", ()))],
+        assumptions=document["assumptions"],
+        gigabytes=gigabytes,
     )
 
 

@@ -1,11 +1,12 @@
 """The plots of a capacity plan: lines on logarithmic axes, and bars."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from quantkit_eval.report import svg
+from quantkit_eval.report.frame import Axis, frame
 
 WIDTH, HEIGHT = 820, 340
 LEFT, BOTTOM, TOP = 74, HEIGHT - 44, 30
@@ -23,19 +24,6 @@ class Series:
 
     name: str
     points: tuple[tuple[float, float], ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Axis:
-    """An axis.
-
-    Attributes:
-        name: with its unit.
-        text: how a value is written.
-    """
-
-    name: str
-    text: Callable[[float], str]
 
 
 def line_plot(
@@ -58,7 +46,7 @@ def line_plot(
     ys = [point[1] for line in drawn for point in line.points]
     across = svg.Scale(min(xs), max(max(xs), min(xs) * 1.01), LEFT, WIDTH - 12, log=True)
     up = svg.Scale(min(ys) / 1.2, max(ys) * 1.2, BOTTOM, TOP, log=True)
-    parts = _grid(across, up, x, y)
+    parts = frame(across, up, x, y, _log_ticks(across), _log_ticks(up))
     for index, (name, value) in enumerate(markers):
         if across.low < value < across.high:
             at = across(value)
@@ -80,20 +68,6 @@ def line_plot(
 
 def _said(markers: Sequence[tuple[str, float]], x: Axis) -> str:
     return "; ".join(f"{name} at {x.text(value)}" for name, value in markers)
-
-
-def _grid(across: svg.Scale, up: svg.Scale, x: Axis, y: Axis) -> list[Markup]:
-    parts = []
-    for value in _log_ticks(up):
-        parts.append(svg.line(LEFT, up(value), WIDTH - 12, up(value), "grid"))
-        parts.append(svg.label(LEFT - 6, up(value) + 4, y.text(value), anchor="end"))
-    for value in _log_ticks(across):
-        parts.append(svg.line(across(value), TOP, across(value), BOTTOM, "grid"))
-        parts.append(svg.label(across(value), BOTTOM + 16, x.text(value), anchor="middle"))
-    parts.append(svg.line(LEFT, BOTTOM, WIDTH - 12, BOTTOM, "axis"))
-    parts.append(svg.label(WIDTH - 12, HEIGHT - 6, x.name, anchor="end"))
-    parts.append(svg.label(0, HEIGHT - 6, y.name))
-    return parts
 
 
 def _log_ticks(scale: svg.Scale) -> list[float]:

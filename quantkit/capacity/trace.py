@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.capacity.workload import MAX_TOKENS
-from quantkit.errors import UsageError
+from quantkit.errors import SourceError, UsageError
 
 CHARACTERS_PER_TOKEN = 4  # where only a text says which prompts begin alike
 PREFIX_TOKENS = 32  # tokens of a piece of a prompt that is compared
@@ -49,12 +49,13 @@ def read_trace(path: Path) -> list[TracedRequest]:
     """The requests of a log, by arrival.
 
     Raises:
-        UsageError: not readable, empty, or a line that is no request; with its number.
+        SourceError: not readable.
+        UsageError: empty, or a line that is no request; with its number.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except OSError as error:
-        raise UsageError(f"cannot read the trace {path}: {error.strerror}") from error
+        raise SourceError(f"cannot read the trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"the trace {path} is not UTF-8 text") from error
     requests: list[TracedRequest] = []

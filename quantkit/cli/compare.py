@@ -8,7 +8,7 @@ import click
 from quantkit.cli.output import emit, json_option, verdict_lines
 from quantkit.cli.tables import comparison_lines
 
-RECORDS = click.Path(exists=True, file_okay=False, path_type=Path)
+RECORDS = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 

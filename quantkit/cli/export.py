@@ -25,9 +25,7 @@ def export_group() -> None:
 @click.option(
     "--error-feedback", is_flag=True, help="Let open columns make up for rounding errors (GPTQ); needs --calibration."
 )
-@click.option(
-    "--imatrix", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="llama.cpp's importance matrix."
-)
+@click.option("--imatrix", type=click.Path(dir_okay=False, path_type=Path), help="llama.cpp's importance matrix.")
 @click.option(
     "--save-imatrix", type=click.Path(dir_okay=False, path_type=Path), help="Write what was measured; .gguf or .dat."
 )

@@ -112,7 +112,10 @@ def _pair(text: str, option: str) -> tuple[int, int]:
     parts = text.split(",")
     if len(parts) > 2 or not all(part.strip().isdecimal() and int(part) for part in parts):
         raise UsageError(f"{option} {text!r} is not P50,P99 in whole tokens of 1 or more")
-    return int(parts[0]), int(parts[-1])
+    usual, long = int(parts[0]), int(parts[-1])
+    if long < usual:
+        raise UsageError(f"{option} {text!r}: P99 is less than P50", fix=f"Give {option} {long},{usual}")
+    return usual, long
 
 
 def _workload(options: dict[str, Any]) -> "Workload":

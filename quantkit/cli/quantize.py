@@ -38,7 +38,7 @@ def quantize_command(
     loaded.require_model()
     note_search(loaded)
     if dry_run:
-        _show_plan(loaded, as_json=as_json)
+        _show_plan(loaded, overwrite=overwrite or resume, as_json=as_json)
         return
     from quantkit.pipeline import quantize_model
 
@@ -47,21 +47,21 @@ def quantize_command(
     emit(manifest, _summary(loaded), as_json=as_json)
 
 
-def _show_plan(recipe: "Recipe", *, as_json: bool) -> None:
-    from quantkit.gguf_files import gguf_only_notes, plan_gguf_files
+def _show_plan(recipe: "Recipe", *, overwrite: bool, as_json: bool) -> None:
+    """The plan, after everything that the run itself would refuse before its work."""
+    from quantkit.calibration.dataset import check_sources
+    from quantkit.gguf_files import gguf_only_notes
+    from quantkit.pipeline import needed_calibration, plan_run
     from quantkit.source import open_source
 
     source = open_source(recipe.require_model())
-    files = plan_gguf_files(recipe, source)
+    plan, files = plan_run(recipe, source, overwrite=overwrite)
+    calibration = needed_calibration(recipe, plan, files)
+    if calibration is not None:
+        check_sources(calibration, source)
     lines = gguf_only_notes(recipe)
     document: dict[str, object] = {"model": source.name, "notes": lines}
-    if recipe.checkpoints:
-        from quantkit.allocation.allocate import check_target
-        from quantkit.plan import make_plan
-
-        plan = make_plan(recipe, source)
-        if recipe.require_quantization().has_target:
-            check_target(plan, recipe)
+    if plan is not None:
         document, lines = plan.to_dict(), _plan_lines(plan)
     if files:
         document["gguf_files"] = [file.to_dict() for file in files]

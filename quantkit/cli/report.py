@@ -6,7 +6,7 @@ import click
 
 from quantkit.cli.output import emit, json_option
 
-FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+FOLDER = click.Path(file_okay=False, path_type=Path)
 FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -33,6 +33,7 @@ def report_command(
     With none of --html, --junit and --markdown all three are written into RUN_FOLDER.
     """
     from quantkit.source import open_source
+    from quantkit_eval.errors import RecordError
     from quantkit_eval.records import check_writable
     from quantkit_eval.report import load_report_input, write_report
 
@@ -40,6 +41,8 @@ def report_command(
         html, junit, markdown = run_folder / "report.html", run_folder / "junit.xml", run_folder / "report.md"
     for path in filter(None, (html, junit, markdown)):
         check_writable(path)
+    if not run_folder.is_dir():
+        raise RecordError(f"no such folder: {run_folder}", fix="Give the folder `records` of `quantkit run`")
     fingerprint = open_source(checkpoint).fingerprint() if checkpoint else None
     written = write_report(load_report_input(run_folder, checkpoint, fingerprint), html, junit, markdown)
     emit({"files": [str(path) for path in written]}, map(str, written), as_json=as_json)

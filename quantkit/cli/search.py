@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     help="Begin no trial after so many minutes, in place of the recipe's.",
 )
 @click.option("--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="Trials at the same time.")
+@click.option("--ray", metavar="ADDRESS", help="Run trials on a Ray cluster: HOST:PORT, auto, local (docs/SEARCH.md).")
 @device_option
 @json_option
 def search_command(
@@ -35,6 +36,7 @@ def search_command(
     overwrite: bool,
     budget_minutes: float | None,
     jobs: int,
+    ray: str | None,
     device: "DeviceName",
     as_json: bool,
 ) -> int:
@@ -64,9 +66,16 @@ def search_command(
             minutes=budget_minutes,
             device=device,
             progress=progress,
+            executor=_on_ray(ray, jobs, progress) if ray is not None else None,
         )
     emit(document, outcome_lines(document), as_json=as_json)
     return int(document["exit_code"])
+
+
+def _on_ray(address: str, jobs: int, progress: Any) -> Any:
+    from quantkit.search.executors_ray import RayCluster
+
+    return RayCluster(address, jobs, progress)
 
 
 def _show_candidates(recipe: Any, *, as_json: bool) -> None:
@@ -97,7 +106,7 @@ def outcome_lines(document: Mapping[str, Any]) -> list[str]:
     header = ("", "candidate", "bits", "weights", "screening", "certified", "reason")
     return [
         *table(cells, header),
-        "* nothing else that was measured is as small and as good",
+        "* nothing else that was measured is as small, as good and as fast",
         *_scores(document),
         *(f"{name}: {path}" for name, path in document["paths"].items() if path),
         f"outcome: {document['outcome']}. {document['reason']}",

@@ -1,19 +1,21 @@
 """GPTQ on the grids of GGUF: open columns make up for the rounding errors of those before them."""
 
+import logging
 from collections.abc import Iterator
 
+import gguf
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from quantkit.algorithms.error_feedback import factor_inverse
 from quantkit.algorithms.gptq import output_error
 from quantkit.calibration.dataset import CalibrationSet
 from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import QuantizationError
-from quantkit.export_gguf.calibrated_blocks import run_blocks
+from quantkit.export_gguf.calibrated_blocks import CalibratedBlock, run_blocks
 from quantkit.export_gguf.plan import ExportPlan
 from quantkit.formats.gguf.block_types import BLOCK_TYPES, BlockType
-from quantkit.formats.gguf.blocks import fit_grid
+from quantkit.formats.gguf.blocks import encode_rows, fit_grid
 from quantkit.formats.gguf.grid import Grid, dequantize, nearest_levels, safe_inverse
 from quantkit.formats.gguf.packing import pack
 
@@ -21,6 +23,7 @@ DAMP_FRACTIONS = (0.01, 0.1)  # the one with less error on held-out windows is t
 _BLOCK = 128  # columns whose errors are passed on to the rest in one product
 _STRIP = 16
 _WANTED = Wanted(gram=True, held_out=True)
+logger = logging.getLogger(__name__)
 
 
 def solve_blocks(plan: ExportPlan, windows: CalibrationSet) -> Iterator[dict[str, Tensor]]:
@@ -31,29 +34,59 @@ def solve_blocks(plan: ExportPlan, windows: CalibrationSet) -> Iterator[dict[str
         windows: the calibration tokens.
 
     Yields:
-        GGUF name -> [N, bytes] uint8, a block at a time.
+        GGUF name -> [N, bytes] uint8 (experts [E, N, bytes]), a block at a time.
 
     Raises:
         QuantizationError: a layer cannot be solved; the message names it.
     """
     for block in run_blocks(plan, windows):
-        solved = {}
+        solved: dict[str, Tensor] = {}
+        experts: dict[str, dict[int, Tensor]] = {}
+        few: dict[str, int] = {}
         for stage in block.staged.stages:
             statistics = block.staged.collect(stage, _WANTED)
             for name in stage:
-                tensor, module = block.tensors[name], block.linears[name]
-                weight = tensor.lay_out(module.weight.detach())
+                tensor, number = block.tensors[name], block.expert_numbers.get(name)
                 try:
-                    encoded, rounded = solve_tensor(weight, statistics, plan.types[tensor.name])
+                    if number is None:
+                        solved[tensor.name] = _solve_layer(block, name, statistics, plan.types[tensor.name])
+                    else:
+                        encoded, enough = _solve_expert(block.linears[name], statistics, plan.types[tensor.name])
+                        experts.setdefault(tensor.name, {})[number] = encoded
+                        few[tensor.name] = few.get(tensor.name, 0) + (not enough)
                 except QuantizationError as error:
                     raise QuantizationError(f"{tensor.name}: {error}") from error
-                solved[tensor.name] = encoded
-                if tensor.heads:
-                    module.weight.data[tensor.row_order(weight.shape[0])] = rounded
-                else:
-                    module.weight.data.copy_(rounded)
             block.staged.solved(stage)
-        yield solved
+        for name, count in few.items():
+            if count:
+                words = "%s: %d of %d experts see fewer tokens than columns: rounded without error feedback"
+                logger.warning(words, name, count, len(experts[name]))
+        yield solved | {name: torch.stack([by[i] for i in range(len(by))]) for name, by in experts.items()}
+
+
+def _solve_layer(block: CalibratedBlock, name: str, statistics: InputStatistics, type_name: str) -> Tensor:
+    """Its bytes; the layer gets the rounded weights."""
+    tensor, module = block.tensors[name], block.linears[name]
+    weight = tensor.lay_out(module.weight.detach())
+    encoded, rounded = solve_tensor(weight, statistics, type_name)
+    if tensor.heads:
+        module.weight.data[tensor.row_order(weight.shape[0])] = rounded
+    else:
+        module.weight.data.copy_(rounded)
+    return encoded
+
+
+def _solve_expert(module: nn.Linear, statistics: InputStatistics, type_name: str) -> tuple[Tensor, bool]:
+    """The bytes of an expert, and whether it sees tokens enough for feedback; without, importance alone rounds it."""
+    weight = module.weight.detach().float()
+    enough = statistics.num_tokens - statistics.num_held_out >= weight.shape[1]
+    if enough:
+        encoded, rounded = solve_tensor(weight, statistics, type_name)
+    else:
+        encoded = encode_rows(weight, type_name, statistics.mean_square if statistics.num_tokens else None)
+        rounded = torch.from_numpy(gguf.quants.dequantize(encoded.numpy(), BLOCK_TYPES[type_name].ggml))
+    module.weight.data.copy_(rounded)
+    return encoded, enough
 
 
 def solve_tensor(weight: Tensor, statistics: InputStatistics, type_name: str) -> tuple[Tensor, Tensor]:

@@ -125,14 +125,23 @@ def write_plan(
         "file_type": plan.file_type,
         "pretokenizer": plan.vocabulary.pretokenizer,
         "files": files,
+        "source_bytes": sum(info.nbytes for info in plan.source.tensors.values()),
         "bits_per_weight": plan.bits_per_weight,
         "types": dict(Counter(plan.types.values())),
         "tensors": dict(plan.types),
         "importance_entries": len(weights),
         "error_feedback": solved_blocks is not None,
-        "notes": notes,
+        "notes": notes + _unseen_experts(weights),
         "seconds": round(time.perf_counter() - started, 2),
     }
+
+
+def _unseen_experts(importance: Mapping[str, Tensor]) -> list[str]:
+    """A note on the experts that no token of the calibration reached: their columns count the same."""
+    unseen = {name: int((~(values.sum(-1) > 0)).sum()) for name, values in importance.items() if values.dim() == 2}
+    return [
+        f"{name}: {count} experts saw no token, their columns count the same" for name, count in unseen.items() if count
+    ]
 
 
 class _Encoder:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, SourceError, UsageError
 from quantkit.formats.gguf.header import GgufHeaderError, read_gguf_header
 
 SUM, COUNT = ".in_sum2", ".counts"
@@ -40,6 +40,7 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
     """Read an importance matrix in either format.
 
     Raises:
+        SourceError: it cannot be read.
         UsageError: it is neither, or it is broken.
     """
     try:
@@ -47,7 +48,7 @@ def read_imatrix(path: Path) -> ImportanceMatrix:
             is_gguf = file.read(4) == b"GGUF"
         return _read_gguf(path) if is_gguf else _read_dat(path.read_bytes())
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from error
+        raise SourceError(f"cannot read {path}: {error.strerror}") from error
     except (struct.error, ValueError, UnicodeDecodeError) as error:
         raise UsageError(f"{path} is no importance matrix: {error}") from error
 

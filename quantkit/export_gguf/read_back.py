@@ -18,19 +18,22 @@ from quantkit.gguf_source import CONFIG_KEY
 from quantkit.skeleton import build_skeleton
 
 
-def read_back(parts: Sequence[Path], metadata: Mapping[str, Any]) -> PreTrainedModel:
-    """The model with its weights in bfloat16.
+def read_back(
+    parts: Sequence[Path], metadata: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> PreTrainedModel:
+    """The model with its weights decoded.
 
     Args:
         parts: all files of it, in order.
         metadata: of the first one, with ``CONFIG_KEY``.
+        dtype: of its weights.
 
     Raises:
         SourceError: a tensor is missing or has another shape.
     """
     stored = {tensor.name: tensor for part in parts for tensor in gguf.GGUFReader(part).tensors}
     config = _config(metadata)
-    model = build_skeleton(config, torch.bfloat16)
+    model = build_skeleton(config, dtype)
     assert isinstance(model, PreTrainedModel)
     _give_memory(model)
     parameters = dict(model.named_parameters())

@@ -33,6 +33,7 @@ class Vocabulary:
         merges: pairs, for byte-level BPE.
         notes: what is left out or filled up, a line each.
         normalization: of text, for Unigram.
+        spells_bytes: whether a Unigram spells characters in bytes that are no piece, which llama.cpp cannot.
     """
 
     model: str
@@ -43,6 +44,7 @@ class Vocabulary:
     merges: list[str] | None
     notes: list[str]
     normalization: Normalization = field(default_factory=Normalization)
+    spells_bytes: bool = False
 
 
 def read_vocabulary(
@@ -98,10 +100,11 @@ def _pieces(model: dict[str, Any]) -> dict[str, int]:
 
 def _unigram(document: dict[str, Any], tokens: list[str], types: list[int], notes: list[str]) -> Vocabulary:
     model = document["model"]
-    if model.get("byte_fallback"):
+    spells_bytes = bool(model.get("byte_fallback"))
+    if spells_bytes:
         notes = [*notes, "llama.cpp makes one unknown token of characters that this Unigram tokenizer spells in bytes"]
     scores = unigram_scores(model, tokens)
-    return Vocabulary("t5", "default", tokens, types, scores, None, notes, read_normalization(document))
+    return Vocabulary("t5", "default", tokens, types, scores, None, notes, read_normalization(document), spells_bytes)
 
 
 def _stored_scores(tokens: list[str], folder: Path) -> list[float] | None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from quantkit.export_gguf.output_file import all_parts
 from quantkit.export_gguf.plan import ExportPlan, make_export_plan
 from quantkit.export_gguf.tensors import ParameterReader
+from quantkit.export_gguf.verify_logits import check_logits
 from quantkit.formats.gguf.block_types import BLOCK_TYPES, PLAIN_TYPES
 from quantkit.formats.gguf.header import GgufHeaderError, read_gguf_header
 from quantkit.source import ModelSource
@@ -21,12 +22,13 @@ LARGEST_ERROR = {"Q2_K": 0.6, "Q3_K": 0.35, "Q8_0": 0.02, "Q6_K": 0.06, "Q5_K": 
 OTHER_ERROR = 0.25
 
 
-def verify_gguf(path: Path, source: ModelSource) -> VerifyReport:
-    """Check that a file is whole, holds every tensor of the model, and that each decodes to about its weights.
+def verify_gguf(path: Path, source: ModelSource, *, load_model: bool = True) -> VerifyReport:
+    """Check that a file is whole, that its tensors decode to about the model's weights, and what it answers.
 
     Args:
         path: the file, or the first of its parts.
         source: the model that it was made of.
+        load_model: compare logits too, which needs memory for the whole model in float32.
 
     Raises:
         UsageError: the model cannot be written as GGUF.
@@ -48,6 +50,12 @@ def verify_gguf(path: Path, source: ModelSource) -> VerifyReport:
         report.add("same_source", other, f"it was made of {source.name}")
     _check_vocabulary(report, plan, metadata)
     _check_tensors(report, plan, path)
+    if not load_model:
+        report.notes.append("the model was not loaded: logits were not compared")
+    elif {"every_tensor", "tensors"} & set(report.failed()):
+        report.skipped["logits"] = "its tensors are not the model's"
+    else:
+        check_logits(report, plan, all_parts(path), metadata)
     return report
 
 

@@ -19,6 +19,7 @@ from quantkit.recipe.explain import did_you_mean, explain
 from quantkit.recipe.gates import Gates, Report
 from quantkit.recipe.model import Recipe
 from quantkit.recipe.output import CheckpointOutput, GgufOutput, Output
+from quantkit.recipe.places import name_places
 from quantkit.recipe.quantization import Gptq, Override, Quantization, Rtn, SchemeChoice
 from quantkit.recipe.variants import check_candidates
 
@@ -42,6 +43,7 @@ __all__ = [
     "TextSource",
     "builtin_recipes",
     "load_recipe",
+    "name_places",
     "parse_recipe",
 ]
 
@@ -98,6 +100,7 @@ def parse_recipe(text: str, *, origin: str = "<recipe>") -> Recipe:
         raise explain(error, document) from error
     check_candidates(recipe, document)
     recipe._text = text
+    recipe._document = document
     recipe._sha256 = hashlib.sha256(text.encode()).hexdigest()
     return recipe
 

@@ -50,6 +50,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "search.budget": search.Budget,
     "search.screening": search.Screening,
     "search.certification": search.Certification,
+    "search.speed": search.PlannedSpeed,
 }
 _EXPECTED = {  # pydantic's error type -> what must stand there; what was found is added
     "int_type": "must be a whole number",
@@ -62,6 +63,7 @@ _EXPECTED = {  # pydantic's error type -> what must stand there; what was found 
     "model_type": "must be a mapping",
     "model_attributes_type": "must be a mapping",
     "finite_number": "must be a finite number",
+    "string_pattern_mismatch": "must be 1 to 64 letters, digits, dots, dashes or underscores, no sign first",
 }
 Problem = tuple[Position, str]
 
@@ -92,6 +94,8 @@ def _is_consequence(details: ErrorDetails, misspelt: set[tuple[int | str, ...]])
 
 def _problem(details: ErrorDetails, document: Document) -> Problem:
     path, tag = _split_tag(details["loc"])
+    while path and isinstance(path[-1], int) and path not in document.values:
+        path = path[:-1]  # one value that stands for a list of it
     kind, found, context = details["type"], details["input"], details.get("ctx", {})
     match kind:
         case "not_yet":

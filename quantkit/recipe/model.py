@@ -13,7 +13,7 @@ from pydantic_core import PydanticCustomError
 from quantkit.errors import RecipeError
 from quantkit.formats.holds import why_not
 from quantkit.recipe.calibration import Calibration
-from quantkit.recipe.document import KeyPath
+from quantkit.recipe.document import Document, KeyPath
 from quantkit.recipe.gates import Gates, Report
 from quantkit.recipe.output import CheckpointOutput, GgufOutput, Output
 from quantkit.recipe.quantization import Quantization
@@ -55,6 +55,7 @@ class Recipe(Section):
     _text: str = PrivateAttr("")
     _sha256: str = PrivateAttr("")
     _path: Path | None = PrivateAttr(None)
+    _document: Document | None = PrivateAttr(None)
 
     @model_validator(mode="after")
     def _check(self) -> "Recipe":
@@ -67,6 +68,7 @@ class Recipe(Section):
             if user is not None and self.calibration is None:
                 raise fault(f"missing; {user} needs it", "calibration")
             self._check_schemes(self.quantization)
+            self._check_tuning(self.quantization)
         if self.search is not None:
             self._check_search(self.search)
         for number, output in enumerate(self.outputs):
@@ -110,6 +112,16 @@ class Recipe(Section):
                         *("search", key, "num_items", suite),
                     )
 
+    def _check_tuning(self, quantization: Quantization) -> None:
+        """A GGUF file is made from the original weights, so tuning would silently not be in it."""
+        for number, output in enumerate(self.outputs):
+            if isinstance(output, GgufOutput) and quantization.tuning is not None:
+                raise fault(
+                    "a GGUF file is made from the original weights block by block, and its scales of scales (d, dmin) "
+                    "are not tuned; write it by a recipe without quantization.tuning",
+                    *("outputs", number, "format"),
+                )
+
     def _check_schemes(self, quantization: Quantization) -> None:
         """Every output can hold every scheme, and static inputs have data to find their scales with."""
         for output in self.checkpoints if quantization.kv_cache is not None else ():
@@ -143,6 +155,11 @@ class Recipe(Section):
     def path(self) -> Path | None:
         """The file that it was read from; None if it was given as text."""
         return self._path
+
+    @property
+    def document(self) -> Document | None:
+        """Where each key stands in the text; None if it was made without one."""
+        return self._document
 
     @property
     def is_self_comparison(self) -> bool:

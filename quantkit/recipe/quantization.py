@@ -232,6 +232,23 @@ class Quantization(SchemeChoice):
         return self
 
     @model_validator(mode="after")
+    def _check_transforms(self) -> "Quantization":
+        names = [transform.name for transform in self.transforms]
+        for number, name in enumerate(names):
+            if name in names[:number]:
+                raise fault(f"the transform {name} stands above already", "transforms", number)
+        return self
+
+    @model_validator(mode="after")
+    def _check_reround(self) -> "Quantization":
+        if self.tuning is not None and self.tuning.reround and self.transforms:
+            raise fault(
+                f"rounds the original weights, whose columns the transform {self.transforms[0].name} has rescaled",
+                *("tuning", "reround"),
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_kv_cache(self) -> "Quantization":
         if self.kv_cache is not None and self.tuning is not None:
             raise fault(

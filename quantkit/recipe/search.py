@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
 
+from quantkit.capacity.devices import device_named
+from quantkit.errors import UsageError
 from quantkit.recipe.section import FilePath, Positive, Section, Text, Unordered, fault
 
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
@@ -41,6 +43,24 @@ class Certification(Section):
     attempts: Annotated[int, Field(ge=1, le=20)] = 3
 
 
+def _known_device(name: str) -> str:
+    try:
+        return device_named(name).name
+    except UsageError as error:
+        raise fault(str(error)) from error
+
+
+class PlannedSpeed(Section):
+    """What the candidates' speed is planned for: ``batch`` sequences of ``context`` tokens decode on a ``device``.
+
+    Nothing is decided by it; the report shows it beside size and quality.
+    """
+
+    device: Annotated[Text, AfterValidator(_known_device)] = "H100-80GB"
+    batch: Annotated[int, Field(ge=1, le=4096)] = 16
+    context: Annotated[int, Field(ge=1, le=2**24)] = 1024
+
+
 class Search(Section):
     """How the smallest checkpoint that passes the gates is searched for.
 
@@ -52,6 +72,7 @@ class Search(Section):
     budget: Budget = Budget()
     screening: Screening = Screening()
     certification: Certification = Certification()
+    speed: PlannedSpeed = PlannedSpeed()
     path: FilePath | None = None
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
 

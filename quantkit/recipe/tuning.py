@@ -15,7 +15,8 @@ class Tuning(Section):
 
     ``steps`` of ``tokens_per_step`` tokens move scales and small parameters (norms, biases) by ``learning_rate``
     relative to their size; with ``codes: tuned`` the integer codes may move too, each by one step at most, at
-    ``code_learning_rate``. Without ``sources`` the calibration's sources are read.
+    ``code_learning_rate``. With ``reround`` the codes are then rounded anew to the tuned scales, with error feedback,
+    and tuned once more. Without ``sources`` the calibration's sources are read.
     """
 
     steps: Positive = 120
@@ -23,6 +24,7 @@ class Tuning(Section):
     learning_rate: LearningRate = 1e-3
     codes: Literal["frozen", "tuned"] = "frozen"
     code_learning_rate: LearningRate = 0.02
+    reround: bool = False
     sources: Annotated[tuple[Source, ...], Unordered, Field(min_length=1)] | None = None
     checkpointing: bool = True
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0

@@ -19,6 +19,9 @@ class Executor(Protocol):
     def jobs(self) -> int:
         """Trials that run at the same time."""
 
+    def share(self, threads: int) -> int:
+        """Threads of each trial where the search itself has so many."""
+
     def start(self, job: TrialJob) -> Pending:
         """Begin a trial."""
 
@@ -33,6 +36,10 @@ class InProcess:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
+
+    def share(self, threads: int) -> int:
+        """All."""
+        return threads
 
     def start(self, job: TrialJob) -> Pending:
         """The trial itself runs when the result is asked for."""
@@ -56,6 +63,10 @@ class Processes:
         self._context = multiprocessing.get_context("spawn")  # a fork of a process with torch's threads may hang
         self._running: list[BaseProcess] = []
 
+    def share(self, threads: int) -> int:
+        """An equal part."""
+        return max(1, threads // self.jobs)
+
     def start(self, job: TrialJob) -> Pending:
         """Begin a trial now."""
         mine, theirs = self._context.Pipe(duplex=False)
@@ -72,7 +83,7 @@ class Processes:
         except EOFError:
             process.join()
             reason = f"its process ended with code {process.exitcode} (-9: killed, most often for want of memory)"
-            result = {"name": job.name, "status": "failed", "reason": reason, "rounds": 0, "scores": {}, "seconds": 0.0}
+            result = failed(job, reason)
         process.join()
         self._running.remove(process)
         self._progress(f"{job.name}: in process {process.pid}", 1, 1)
@@ -85,6 +96,11 @@ class Processes:
         for process in self._running:
             process.join()
         self._running.clear()
+
+
+def failed(job: TrialJob, reason: str) -> Result:
+    """The record of a trial that could not give its own."""
+    return {"name": job.name, "status": "failed", "reason": reason, "rounds": 0, "scores": {}, "seconds": 0.0}
 
 
 def _run_and_send(job: TrialJob, connection: Connection) -> None:

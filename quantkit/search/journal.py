@@ -1,6 +1,5 @@
 """What of a search is finished: one JSON line a trial and a certification, each found again by what it depends on."""
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CheckpointError
+from quantkit_eval.file_lock import try_lock
 
 JOURNAL_FILE = "journal.jsonl"
 SCHEMA_VERSION = 1
@@ -105,11 +105,9 @@ def open_journal(
         CheckpointError: there is a search and neither is given, it is another one, or it is running.
     """
     path = folder / JOURNAL_FILE
-    with path.open("ab") as held:
-        try:
-            fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise CheckpointError(f"another search is writing {folder}", fix="Wait, or choose search.path") from error
+    with try_lock(path) as is_held:
+        if not is_held:
+            raise CheckpointError(f"another search is writing {folder}", fix="Wait, or choose search.path")
         if overwrite and not resume:
             os.truncate(path, 0)
         elif path.stat().st_size and not resume:

@@ -63,6 +63,7 @@ def conclude(
         "seed": recipe.require_search().seed,
         "limits": {key: recipe.gates.limits[key] for key in ("max_drop_pp", "max_kl_mean_nats")},
         "alpha": alpha,
+        "speed": recipe.require_search().speed.model_dump(),
         "attempts": {
             "made": sum("certified" in row for row in rows),
             "allowed": recipe.require_search().certification.attempts,

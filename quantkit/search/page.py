@@ -1,34 +1,39 @@
 """The result of a search as one HTML page that loads nothing."""
 
 from collections.abc import Mapping
-from functools import cache
-from importlib.resources import files
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
-from markupsafe import Markup
-
-from quantkit.search.pareto import pareto_plot
+from quantkit.search.pareto import SPEED, pareto_plot
+from quantkit_eval.report.plain_page import render_plain_page
 from quantkit_eval.report.quantities import duration, number, percent, size
 
 
 def render_page(document: Mapping[str, Any]) -> str:
     """The page of a search.json."""
-    style = files("quantkit.search").joinpath("templates", "search.css").read_text(encoding="utf-8")
-    return (
-        _environment()
-        .get_template("search.html.j2")
-        .render(
-            style=Markup(style),
-            document=document,
-            winner=next((row for row in document["trials"] if row["name"] == document["winner"]), None),
-            plot=pareto_plot(document["trials"], document["limits"]["max_kl_mean_nats"]),
-            score_lines=score_lines,
-            size=size,
-            number=number,
-            duration=duration,
-        )
+    limit = document["limits"]["max_kl_mean_nats"]
+    return render_plain_page(
+        "quantkit.search",
+        "search",
+        document=document,
+        winner=next((row for row in document["trials"] if row["name"] == document["winner"]), None),
+        size_plot=pareto_plot(document["trials"], limit),
+        speed_plot=pareto_plot(document["trials"], limit, SPEED),
+        score_lines=score_lines,
+        speed_text=speed_text,
+        size=size,
+        number=number,
+        duration=duration,
     )
+
+
+def speed_text(row: Mapping[str, Any]) -> str:
+    """The planned speed of a candidate, and the measured ones of a certification whose gates ask for speed."""
+    planned = row.get("planned_tokens_per_s")
+    texts = [row.get("planned_speed_note", "\u2013") if planned is None else f"{planned:,.0f} planned"]
+    for gate in row.get("certified", {}).get("gates", ()):
+        if gate["suite"] == "throughput" and gate["candidate"] is not None:
+            texts.append(f"{gate['candidate']:,.0f} measured here, {gate['name'].partition('.')[2]}")
+    return "; ".join(texts)
 
 
 def score_lines(row: Mapping[str, Any]) -> list[tuple[str, str, str]]:
@@ -46,14 +51,3 @@ def _score(score: Mapping[str, Any], is_kl: bool) -> str:
     if is_kl:
         return f"{number(score['candidate'])} nats on {score['n']} windows"
     return f"{percent(score['baseline'])} \u2192 {percent(score['candidate'])} of {score['n']}"
-
-
-@cache
-def _environment() -> Environment:
-    return Environment(
-        loader=PackageLoader("quantkit.search", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )

@@ -197,7 +197,8 @@ def _job(run: _Run, candidate: Candidate) -> TrialJob:
         limits=run.recipe.gates.limits,
         suites=run.holdout.certification.suites,
         device=run.device,
-        threads=max(1, run.threads // run.executor.jobs),
+        threads=run.executor.share(run.threads),
+        speed=run.recipe.require_search().speed,
     )
 
 

@@ -12,7 +12,9 @@ import torch
 from quantkit.errors import QuantkitError
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, parse_recipe
+from quantkit.recipe.search import PlannedSpeed
 from quantkit.search.holdout import ItemSet
+from quantkit.search.planned_speed import plan_speed
 from quantkit.search.screening import screen
 from quantkit.search.served import serve
 from quantkit.serve.device import DeviceName
@@ -39,6 +41,7 @@ class TrialJob:
         suites: of the certification, which the engine must be able to take.
         device: where the engine runs.
         threads: that the trial may use.
+        speed: what the speed is planned for.
     """
 
     name: str
@@ -50,6 +53,7 @@ class TrialJob:
     suites: Mapping[str, Mapping[str, Any]]
     device: DeviceName
     threads: int
+    speed: PlannedSpeed
 
     @property
     def recipe(self) -> Recipe:
@@ -75,7 +79,7 @@ def run_trial(job: TrialJob, progress: Progress | None = None) -> dict[str, Any]
 
     Returns:
         The record: ``status`` (promising, doubtful, hopeless or failed), ``reason``, ``scores``, ``rounds``,
-        ``weight_bytes`` and ``bits`` as stored, ``files`` with their SHA-256, ``seconds``.
+        ``weight_bytes`` and ``bits`` as stored, ``planned_tokens_per_s``, ``files`` with their SHA-256, ``seconds``.
     """
     tell = progress or (lambda stage, done, total: None)
     torch.set_num_threads(job.threads)
@@ -94,7 +98,7 @@ def build(job: TrialJob, progress: Progress) -> dict[str, Any]:
     """Write and verify the candidate's checkpoint; one that is finished already is taken as it is.
 
     Returns:
-        ``weight_bytes``, ``bits`` and ``files``.
+        ``weight_bytes``, ``bits``, ``planned_tokens_per_s`` and ``files``.
 
     Raises:
         QuantkitError: it cannot be made, or does not read back as it should.
@@ -106,6 +110,7 @@ def build(job: TrialJob, progress: Progress) -> dict[str, Any]:
     return {
         "weight_bytes": sum(path.stat().st_size for path in job.checkpoint.glob(WEIGHTS)),
         "bits": stored_bits(manifest, source.dtype),
+        **plan_speed(job.checkpoint, job.speed),
         "files": dict(manifest["files"]),
     }
 

@@ -36,6 +36,7 @@ from quantkit.serve.stop_tokens import model_stop_token_ids
 from quantkit.serve.structured.spec import StructuredOutput
 from quantkit.serve.watchdog import Watchdog, dump_state
 from quantkit.source import ModelSource, open_source
+from quantkit.stored_weights import check_stored_weights
 
 if TYPE_CHECKING:
     from quantkit.serve.structured.compiler import GrammarCompiler
@@ -66,6 +67,7 @@ class Engine:
     def __init__(self, model: str | Path | ModelSource, config: EngineConfig | None = None) -> None:
         self.source = model if isinstance(model, ModelSource) else open_source(model)
         self.config = config if config is not None else EngineConfig()
+        check_stored_weights(self.source)
         self.tokenizer: PreTrainedTokenizerBase = self.source.tokenizer()
         self.chat = ChatTemplate(self.tokenizer, self.source.name)
         device = resolve_device(self.config.device)

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,13 @@ from torch import Tensor, nn
 
 from quantkit.calibration.activations import forget_weights
 from quantkit.checkpoint_writer import CheckpointWriter
-from quantkit.journal import TUNING_RESULT_NAME, TUNING_STATE_NAME
+from quantkit.journal import TUNING_AGAIN_NAME, TUNING_RESULT_NAME, TUNING_STATE_NAME
 from quantkit.plan import LayerPlan, Plan
 from quantkit.primitives import QuantizedWeight
 from quantkit.recipe import Calibration
 from quantkit.recipe.tuning import Tuning
-from quantkit.tuning.optimize import Tuner, TuningState
+from quantkit.tuning.optimize import Targets, Tuner, TuningState
+from quantkit.tuning.reround import reround, training_windows
 from quantkit.tuning.small_parameter import small_parameters
 from quantkit.tuning.student import Student
 from quantkit.tuning.teacher import original_outputs
@@ -104,17 +105,49 @@ def _tune(
     targets = {id(windows): output.clone() for windows, output in zip(batches, outputs, strict=True)}
     del outputs
     student = _build_student(plan, writer, tuning)
+    before = {name: layer.start.codes for name, layer in student.layers.items()}
     path = None if state_folder is None else state_folder / TUNING_STATE_NAME
     tuner = Tuner(student, sources, targets, tuning, _read_state(path))
     save = None if path is None else partial(_write_state, path)
     tuner.run(lambda done, total: progress("tune", done, total), save)
+    again = None
+    if tuning.reround:
+        again = _tune_again(plan, student, tuner, (sources, targets, tuning), progress, state_folder)
     tensors = {name: value().detach() for name, value in student.small.items()}
     for name, layer in student.layers.items():
         tensors |= {f"{name}.codes": layer.codes(), f"{name}.scale": layer.scale()}
-    record = _record(tuning, sources, tuner, student)
+    record = _record(tuning, sources, tuner, student, before, again)
     for planned in plan.layers:  # ordinary layers come back, for whoever builds the next student
         _restore_linear(plan, planned)
     return tensors, record
+
+
+def _tune_again(
+    plan: Plan,
+    student: Student,
+    first: Tuner,
+    task: tuple[Sequence[TuningSource], Targets, Tuning],
+    progress: Progress,
+    state_folder: Path | None,
+) -> dict[str, Any]:
+    """Round the codes anew to the tuned scales and tune once more; kept if no source's KL is above the first's best.
+
+    Returns:
+        The second tuning's part of the record.
+    """
+    tuned = {name: (layer.start, layer.offsets) for name, layer in student.layers.items()}
+    reround(plan, student, training_windows(task[0]), lambda done, total: progress("reround", done, total))
+    path = None if state_folder is None else state_folder / TUNING_AGAIN_NAME
+    second = Tuner(student, *task, _read_state(path))
+    save = None if path is None else partial(_write_state, path)
+    second.run(lambda done, total: progress("tune again", done, total), save)
+    is_kept = second.best_score.is_better_than(first.best_score)
+    if not is_kept:
+        logger.warning("rounding to the tuned scales found nothing better; the codes are as they were before it")
+        for name, (start, offsets) in tuned.items():
+            student.layers[name].start, student.layers[name].offsets = start, offsets
+        first.take_best()
+    return {"kept": is_kept, "kept_step": second.state.best_step, "history": second.state.history}
 
 
 def _restore_linear(plan: Plan, layer: LayerPlan) -> None:
@@ -162,14 +195,21 @@ def _tunable(
     return tunable
 
 
-def _record(tuning: Tuning, sources: Sequence[TuningSource], tuner: Tuner, student: Student) -> dict[str, Any]:
+def _record(
+    tuning: Tuning,
+    sources: Sequence[TuningSource],
+    tuner: Tuner,
+    student: Student,
+    before: Mapping[str, Tensor],
+    again: Mapping[str, Any] | None,
+) -> dict[str, Any]:
     """The tuning's part of quantkit.json."""
-    if tuner.state.best_step == 0:
+    if tuner.state.best_step == 0 and not (again and again["kept"]):
         logger.warning("tuning found nothing better on the windows that judge; the checkpoint is as it was before")
     changed, total = 0, 0
-    for layer in student.layers.values():
-        changed += int((layer.codes() != layer.start.codes).sum())
-        total += layer.start.codes.numel()
+    for name, layer in student.layers.items():
+        changed += int((layer.codes() != before[name]).sum())
+        total += before[name].numel()
     return {
         "options": json.loads(tuning.model_dump_json()),
         "sources": [
@@ -184,6 +224,7 @@ def _record(tuning: Tuning, sources: Sequence[TuningSource], tuner: Tuner, stude
         "history": tuner.state.history,
         "kept_step": tuner.state.best_step,
         "changed_codes": changed / total if total else 0.0,
+        **({} if again is None else {"reround": again}),
     }
 
 

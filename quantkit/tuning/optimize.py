@@ -135,7 +135,17 @@ class Tuner:
                 if save is not None:
                     self.state.tensors = self._snapshot(moments=True)
                     save(self.state)
+        self.take_best()
+
+    def take_best(self) -> None:
+        """Put the student into the best state that was seen."""
         self._load(self.state.best)
+
+    @property
+    def best_score(self) -> Score:
+        """Of the best state that was seen."""
+        entry = next(entry for entry in self.state.history if entry["step"] == self.state.best_step)
+        return Score(entry["kl"], entry["agreement"])
 
     def _step(self, step: int) -> float:
         """One step; returns the mean KL of its windows before it, in nats."""

@@ -1,6 +1,7 @@
 """The model that is tuned: transformers' own definition with tunable layers inside, run block by block."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -65,20 +66,19 @@ class Student:
     def blocks(self, batch: BlockBatch) -> Tensor:
         """[B, T, hidden] output of the last block, with a gradient if it is enabled."""
         hidden = batch.hidden
-        for index, block in enumerate(self.decoder.blocks):
-            small = self._of_block[index]
-
-            def run(hidden: Tensor, block: nn.Module = block, small: object = small, index: int = index) -> Tensor:
-                values = {name: value() for name, value in self._of_block[index].items()}
-                output = functional_call(block, values, (hidden,), dict(batch.kwargs[index]))
-                result: Tensor = output[0] if isinstance(output, tuple) else output
-                return result
-
+        for index in range(len(self.decoder.blocks)):
             if self._checkpointing and torch.is_grad_enabled():
-                hidden = checkpoint(run, hidden, use_reentrant=False)
+                hidden = checkpoint(partial(self.block, index, batch), hidden, use_reentrant=False)
             else:
-                hidden = run(hidden)
+                hidden = self.block(index, batch, hidden)
         return hidden
+
+    def block(self, index: int, batch: BlockBatch, hidden: Tensor) -> Tensor:
+        """[B, T, hidden] output of one block for ``hidden`` at its door; the rest of the input is the batch's."""
+        values = {name: value() for name, value in self._of_block[index].items()}
+        output = functional_call(self.decoder.blocks[index], values, (hidden,), dict(batch.kwargs[index]))
+        result: Tensor = output[0] if isinstance(output, tuple) else output
+        return result
 
     def head(self, hidden: Tensor) -> Tensor:
         """[T, V] logits from [T, hidden] of the last block, through the tuned final norm."""

@@ -347,7 +347,12 @@ def test_lost_samples_are_an_error(pair: Pair) -> None:
 
 def test_a_candidate_without_divergence_cannot_be_judged_by_it(pair: Pair) -> None:
     baseline, _ = pair(num_items=8)
-    with pytest.raises(OptionError, match="holds no divergence"):
+    with pytest.raises(OptionError, match="holds no divergence") as caught:
+        compare(baseline, baseline, {"max_kl_mean_nats": 0.1})
+    assert f"`quantkit eval CANDIDATE -o {baseline} --reference {baseline}`" in str(caught.value)
+    assert "quantkit eval BASELINE" not in str(caught.value)
+    (baseline / "nll.safetensors").unlink()  # as of a server, whose URL gives no distributions
+    with pytest.raises(OptionError, match=r"Run `quantkit eval BASELINE -o \S+`, then `quantkit eval CANDIDATE"):
         compare(baseline, baseline, {"max_kl_mean_nats": 0.1})
 
 

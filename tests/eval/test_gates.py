@@ -34,7 +34,10 @@ def test_a_few_windows_decide_nothing(means: list[float], tokens: list[int]) -> 
         assert gate["items_needed"] is not None
         assert gate["items_needed"] >= MIN_CLUSTERS > 0
         assert gate["items_needed"] > len(means)
-        assert f"so few windows give no interval: {gate['items_needed']} or more would." in gate["reason"]
+        like_these = "" if gate["items_needed"] == MIN_CLUSTERS else " like these"
+        assert f"so few windows give no interval: {gate['items_needed']} or more{like_these} would" in gate["reason"]
+        if like_these:
+            assert gate["reason"].endswith(f"({MIN_CLUSTERS} if all were of equal length).")
 
 
 def test_a_divergence_is_never_shown_below_zero() -> None:

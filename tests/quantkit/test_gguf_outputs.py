@@ -26,6 +26,8 @@ from quantkit.recipe import Recipe, load_recipe
 from quantkit.recipe.output import GgufFileType, GgufTensorType
 from quantkit.source import open_source
 from quantkit.verify import verify_checkpoint
+from quantkit_eval.report import load_report_input
+from quantkit_eval.report.wording import sizes
 
 CALIBRATION = "calibration: {sources: [{kind: text, path: corpus.txt}], num_tokens: 512, window_tokens: 64}\n"
 QUANTIZATION = "quantization: {scheme: W4A16, algorithm: {name: rtn}}\n"
@@ -88,7 +90,7 @@ def test_calibration_tokens_are_the_importance_of_every_file(
     quantize_model(make_recipe(PLAIN, PLAIN.replace("Q4_0", "IQ4_NL").replace("x.", "y."), before=CALIBRATION))
     assert len(measured) == 1
     manifest = json.loads(Path("out/x.quantkit.json").read_text())
-    assert manifest["gguf"]["importance_entries"] == 14
+    assert manifest["gguf"]["importance_entries"] == 15
     assert manifest["calibration"]["num_tokens"] == manifest["gguf"]["calibration"]["num_tokens"] == 512
     # the importance is what the layer's inputs in transformers' model are
     source = open_source(tiny_llama_folder)
@@ -266,7 +268,11 @@ def test_what_cannot_be_written_is_refused_before_any_work(
 
 @pytest.mark.parametrize("name", ["x.gguf", "x-00001-of-00003.gguf"])
 def test_run_serves_and_judges_the_file(
-    name: str, make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    make_recipe: Callable[..., Recipe],
+    tiny_llama_folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(gate, "BATCH_SIZES", (1,))
@@ -276,3 +282,12 @@ def test_run_serves_and_judges_the_file(
     verdict = gate.run(make_recipe(f"{{format: gguf, type: Q8_0, path: out/x.gguf{size}}}", before=gates))
     assert verdict["candidate"]["model"]["name"] == name
     assert Path("out/records/verdict.json").exists()
+    report = load_report_input(Path("out/records"), Path("out/x.gguf"))
+    assert report.checkpoint is not None
+    assert report.checkpoint["recipe"] == Path("r.yaml").read_text()
+    before = sum(path.stat().st_size for path in tiny_llama_folder.glob("*.safetensors"))
+    after = sum(path.stat().st_size for path in Path("out").glob("x*.gguf"))
+    found = sizes(report)
+    assert found is not None
+    assert found[0] == pytest.approx(before, rel=0.02)
+    assert found[1:] == (after, "weights on disk")

@@ -86,6 +86,9 @@ def test_the_smallest_passes_and_its_recipe_makes_it_again(
     page = Path("found/search.html").read_text()
     assert "selection score" in page
     assert "certified score" in page
+    assert "sequences of 1,024 tokens that decode on H100-80GB" in page
+    assert row["planned_tokens_per_s"] > 0
+    assert f"{row['planned_tokens_per_s']:,.0f} planned" in page
     assert "http" not in page.replace("http-equiv", "")
 
     winner = load_recipe("found/winner.yaml")
@@ -194,6 +197,7 @@ def test_what_is_wrong_in_a_recipe_is_named_with_its_line() -> None:
     assert misspelt.startswith("r.yaml:10:33: quantization.group_sise: unknown key; allowed here: scheme, group_size")
     assert misspelt.endswith("did you mean 'group_size'?")
     assert refusal(text.replace("name: w4", "name: W8")).startswith("r.yaml:10:14: search.candidates[1].name: the name")
+    assert "search.speed.device: the device 'H1000' is unknown" in refusal(text + "  speed: {device: H1000}\n")
     other = refusal(text.replace("compressed-tensors", "awq"))
     assert "r.yaml:4:20: outputs[0].format" in other
     assert "extract is not in gates.suites (nll)" in refusal(text.replace("{nll: 9}", "{extract: 9}"))

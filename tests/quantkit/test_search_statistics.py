@@ -14,7 +14,7 @@ from quantkit.search.candidates import Candidate
 from quantkit.search.holdout import ItemSet, split_items
 from quantkit.search.journal import SearchJournal, open_journal
 from quantkit.search.outcome import conclude
-from quantkit.search.pareto import mark_front
+from quantkit.search.pareto import SPEED, mark_front, pareto_plot
 from quantkit.search.screening import screen
 from quantkit_eval.evaluate import evaluate
 from quantkit_eval.gates import Gates, judge_drop, judge_kl
@@ -186,6 +186,28 @@ def test_the_front_is_what_nothing_beats() -> None:
     rows.append({"scores": {}})
     mark_front(rows)
     assert [row["on_front"] for row in rows] == [False, True, False, True, False]
+
+
+def test_a_planned_speed_is_a_third_axis_where_both_have_one() -> None:
+    speeds = {"w4": (10, 0.2, 90.0), "w8a8": (20, 0.3, 95.0), "slow": (20, 0.3, 80.0), "unknown": (20, 0.3, None)}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "status": "promising",
+            "weight_bytes": size,
+            "scores": {"kl_mean_nats": {"candidate": kl}},
+            "planned_tokens_per_s": speed,
+        }
+        for name, (size, kl, speed) in speeds.items()
+    ]
+    mark_front(rows)
+    assert [row["on_front"] for row in rows] == [True, True, False, False]
+    drawn = str(pareto_plot(rows, 0.25, SPEED))
+    assert drawn.count("<circle") == 3
+    assert "w8a8: 95, " in drawn
+    assert "no speed was planned" in str(pareto_plot([rows[3]], None, SPEED))
+    # the front of speed and distance alone: w4 and w8a8, the slower one first
+    assert drawn.partition('<polyline points="')[2].partition('"')[0].count(",") == 2
 
 
 def test_a_journal_keeps_whole_lines_and_belongs_to_one_search(

@@ -290,6 +290,9 @@ BROKEN = {
     lambda folder: edit_config(
         folder, architectures=["OwnForCausalLM"], auto_map={"AutoConfig": "x.Y"}
     ): r"its own code",
+    lambda folder: edit_config(
+        folder, architectures=None, model_type="own", auto_map={"AutoConfig": "x.Y"}
+    ): r"its own code for the model type own, which is not supported yet$",
     lambda folder: edit_config(folder, architectures=None, model_type="vit"): r"vit model, which is no causal decoder",
 }
 

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from quantkit.pipeline import quantize_model
 from quantkit.plan import LayerPlan
 from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.recipe import parse_recipe
-from quantkit.scheme import QuantScheme
+from quantkit.scheme import PRESETS, QuantScheme
 from quantkit.tuning.objective import backward_through_head, kl_rows
 from quantkit.tuning.optimize import Score, rate
+from quantkit.tuning.reround import solve_layer
 from quantkit.tuning.small_parameter import SmallParameter
+from quantkit.tuning.student import Student
 from quantkit.tuning.tunable_linear import CodeOffsets, TunableLinear
 from quantkit.verify import verify_checkpoint
 
@@ -49,6 +52,17 @@ def test_gradients_are_those_of_autograd_on_the_written_out_product(scheme: Quan
     assert layer.shift.grad is not None
     torch.testing.assert_close(layer.shift.grad, shift.grad, rtol=1e-4, atol=1e-3)
     torch.testing.assert_close(x.grad, plain.grad, rtol=1e-4, atol=1e-3)
+
+
+def test_8_bit_inputs_with_a_static_scale_are_rounded_and_the_scales_of_weights_follow_them() -> None:
+    _, weight = _weight(PRESETS["W8A8_STATIC"])
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(1))
+    layer = TunableLinear(weight, None, torch.float32, torch.tensor([0.02]))
+    seen = (x / 0.02).round().clamp(-128, 127) * 0.02
+    torch.testing.assert_close(layer(x), seen @ weight.dequantize().T)
+    layer(x).sum().backward()
+    assert layer.shift.grad is not None
+    torch.testing.assert_close(layer.shift.grad, (weight.dequantize() @ seen.sum(0)).unsqueeze(1), rtol=1e-4, atol=1e-3)
 
 
 def test_a_layer_multiplies_by_what_would_be_stored() -> None:
@@ -260,6 +274,89 @@ def test_a_run_that_stops_while_it_writes_the_result_starts_from_the_result(
     quantize_model(recipe, resume=True, progress=lambda stage, done, total: stages.add(stage))
     assert "tune" not in stages
     assert (out / "model.safetensors").read_bytes() == whole
+
+
+def _rerounded(model: Path, corpus: Path, out: Path, codes: str = "frozen") -> Any:
+    recipe = _recipe(model, corpus, f"[{{format: compressed-tensors, path: {out}}}]", codes)
+    return parse_recipe(recipe.text.replace("steps: 30,", "steps: 12, reround: true,"))
+
+
+def test_codes_are_rounded_anew_to_the_tuned_scales_and_an_interrupted_run_ends_in_the_same_bytes(
+    tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    recipe = _rerounded(tiny_models("llama"), corpus, out)
+    tuning = quantize_model(recipe)["tuning"]
+    again = tuning["reround"]
+    first = min(entry["kl"]["corpus.txt"] for entry in tuning["history"])
+    assert again["kept"]  # rounding to nearest is what it is measured against
+    assert min(entry["kl"]["corpus.txt"] for entry in again["history"]) < first
+    assert 0 < tuning["changed_codes"] < 1
+    report = verify_checkpoint(out)
+    report.raise_for_failure()
+    assert not report.skipped
+    whole = (out / "model.safetensors").read_bytes()
+    shutil.rmtree(out)
+
+    class Stop(Exception):
+        pass
+
+    def progress(stage: str, done: int, total: int) -> None:
+        if stage == "tune again" and done == 5:
+            raise Stop
+
+    with pytest.raises(Stop):
+        quantize_model(recipe, resume=True, progress=progress)
+    quantize_model(recipe, resume=True)
+    assert (out / "model.safetensors").read_bytes() == whole
+    assert not list(out.glob("*.st"))
+
+
+def test_codes_that_were_rounded_anew_for_nothing_go_back(
+    tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoil(plan: Any, student: Student, *_: Any) -> None:
+        for layer in student.layers.values():
+            layer.start = replace(layer.start, codes=torch.zeros_like(layer.start.codes))
+
+    monkeypatch.setattr("quantkit.tuning.apply.reround", spoil)
+    tuning = quantize_model(_rerounded(tiny_models("llama"), corpus, tmp_path / "tried"))["tuning"]
+    assert not tuning["reround"]["kept"]
+    plain = _rerounded(tiny_models("llama"), corpus, tmp_path / "plain").text.replace("reround: true,", "")
+    quantize_model(parse_recipe(plain))
+    tried, without = (load_file(tmp_path / name / "model.safetensors") for name in ("tried", "plain"))
+    assert all(torch.equal(tried[name], without[name]) for name in without)
+
+
+def test_error_feedback_lowers_the_error_of_the_outputs_for_given_scales() -> None:
+    generator = torch.Generator().manual_seed(5)
+    mix = torch.eye(64) + 0.3 * torch.randn(64, 64, generator=generator)
+    x = torch.randn(500, 64, generator=generator) @ mix
+    original, weight = _weight(QuantScheme(4, 32))
+    layer = TunableLinear(weight, None, torch.float32)
+    layer.shift.data.fill_(0.02)  # as tuning would leave it
+    scale = layer.scale()
+
+    def error() -> float:
+        return float((x @ (layer.quantized().dequantize() - original).T).square().mean())
+
+    before = error()
+    solve_layer(layer, original, (x.T @ x / len(x)).double())
+    assert error() < 0.8 * before
+    assert torch.equal(layer.scale(), scale)
+    assert int(layer.codes().max()) <= 7
+    kept = layer.codes().clone()
+    solve_layer(layer, original, torch.zeros(64, 64, dtype=torch.float64))  # no column is ever active
+    assert torch.equal(layer.codes(), kept)
+
+
+def test_what_cannot_be_tuned_is_refused_with_the_reason(corpus: Path) -> None:
+    outputs = "[{format: compressed-tensors, path: o}, {format: gguf, type: Q4_K_M, path: o.gguf}]"
+    with pytest.raises(RecipeError, match=r"outputs\[1\]\.format: a GGUF file is made from the original weights"):
+        _recipe(Path("m"), corpus, outputs)
+    text = _rerounded(Path("m"), corpus, Path("o")).text
+    with pytest.raises(RecipeError, match=r"quantization\.tuning\.reround: .*the transform awq has rescaled"):
+        parse_recipe(text.replace("  algorithm:", "  transforms: [awq]\n  algorithm:"))
 
 
 def test_wrong_options_are_one_clear_line(tmp_path: Path, corpus: Path) -> None:

@@ -25,7 +25,7 @@ def check(found: Any) -> None:
     assert found.leaked_blocks == 0
     assert found.preemptions > found.swaps > 0
     assert found.aborted > 0
-    assert found.prefix_cache_hit_rate > 0.1
+    assert found.prefix_cache_hit_rate > 0.05
 
 
 def test_a_short_soak_gives_the_answers_of_an_undisturbed_run(script: Any, tiny_llama_folder: Path) -> None:

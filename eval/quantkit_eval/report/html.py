@@ -16,7 +16,7 @@ from quantkit_eval.report.flips import Flip, Side, flipped_items, shortened
 from quantkit_eval.report.gates import OUTCOME_WORDS
 from quantkit_eval.report.inputs import ReportInput
 from quantkit_eval.report.load_page import crossover_lines, load_plots
-from quantkit_eval.report.page import environment
+from quantkit_eval.report.plain_page import environment
 from quantkit_eval.report.quantities import instant, number, shorten
 from quantkit_eval.report.wording import because, facts, headline
 

@@ -61,7 +61,8 @@ def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_
 
     Args:
         records: folder with verdict.json, baseline/, candidate/ and perhaps throughput.json and load.json.
-        checkpoint: folder of the candidate, for its quantkit.json and the size of its weights. Without it, or if it
+        checkpoint: folder of the candidate, for its quantkit.json and the size of its weights, or a .gguf file with
+            NAME.quantkit.json beside it, also if only its parts are there. Without it, or if it
             has no quantkit.json (it came from elsewhere, or is the original), the report has no layers and no recipe.
         checkpoint_hash: of that folder, as ``Model.describe()`` gives it; it has to be the candidate's. None is for a
             caller that evaluated the folder itself.
@@ -71,6 +72,12 @@ def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_
             about these records.
         IncomparableResults: the throughput or the load is of other models.
     """
+    if not (records / VERDICT_FILE).exists():
+        raise RecordError(
+            f"{records / VERDICT_FILE}: no such file",
+            fix=f"Write it with `quantkit compare {records / 'baseline'} {records / 'candidate'} -r RECIPE "
+            f"-o {records / VERDICT_FILE}`",
+        )
     verdict = read_verdict(records / VERDICT_FILE)
     baseline, candidate = (_read_side(records, verdict, side) for side in ("baseline", "candidate"))
     judged = candidate.result["model"].get("checkpoint_hash")
@@ -95,7 +102,7 @@ def load_report_input(records: Path, checkpoint: Path | None = None, checkpoint_
         candidate_samples=candidate.all_samples(),
         throughput=throughput,
         load=load,
-        checkpoint=_read_checkpoint_record(checkpoint / CHECKPOINT_RECORD) if checkpoint else None,
+        checkpoint=_read_checkpoint_record(_record_path(checkpoint)) if checkpoint else None,
         weights_bytes=_weights_bytes(checkpoint) if checkpoint else None,
     )
 
@@ -118,6 +125,12 @@ def _read_side(records: Path, verdict: Verdict, side: Literal["baseline", "candi
             fix="Compare these records again",
         )
     return evaluation
+
+
+def _record_path(checkpoint: Path) -> Path:
+    """quantkit.json of a folder, NAME.quantkit.json of NAME.gguf."""
+    is_file = checkpoint.suffix == ".gguf"
+    return checkpoint.with_suffix(f".{CHECKPOINT_RECORD}") if is_file else checkpoint / CHECKPOINT_RECORD
 
 
 def _read_checkpoint_record(path: Path) -> Mapping[str, Any] | None:

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+from quantkit_eval.report.plain_page import environment
 from quantkit_eval.report.sections import Plot
 
 
@@ -63,18 +63,6 @@ def render_page(page: Page) -> str:
     digest = base64.b64encode(hashlib.sha256(style.encode()).digest()).decode()
     template = environment().get_template("page.html.j2")
     return template.render(page=page, style=Markup(style), style_hash=f"sha256-{digest}")
-
-
-@cache
-def environment() -> Environment:
-    """Templates of the report; a value that is missing is an error."""
-    return Environment(
-        loader=PackageLoader("quantkit_eval.report", "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
 
 
 @cache

@@ -101,7 +101,10 @@ def facts(run: ReportInput) -> list[Fact]:
 
 
 def sizes(run: ReportInput) -> tuple[int, int, str] | None:
-    """Bytes before and after, and what they count; None if the candidate has no layer records."""
+    """Bytes before and after, and what they count; None if the candidate's record does not say."""
+    file = (run.checkpoint or {}).get("gguf") or {}
+    if file.get("source_bytes") and file.get("files"):
+        return file["source_bytes"], sum(part["bytes"] for part in file["files"]), "weights on disk"
     layers = (run.checkpoint or {}).get("layers") or []
     before = sum(layer.get("bytes_before") or 0 for layer in layers)
     after = sum(layer.get("bytes_after") or 0 for layer in layers)

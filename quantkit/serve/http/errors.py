@@ -1,6 +1,7 @@
 """Every failure as OpenAI's error object with the right status; a wrong request is never a 500."""
 
 import logging
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -12,9 +13,12 @@ from starlette.responses import JSONResponse, Response
 
 from quantkit.errors import EngineError, QueueFullError, UsageError
 from quantkit.serve.async_engine import EngineStoppedError
+from quantkit.serve.http.protocol_chat import ChatRequest
+from quantkit.serve.http.protocol_completions import CompletionRequest
 
 MAX_MESSAGE = 2000  # characters
 RETRY_AFTER_S = "1"
+FIRST_WORD = re.compile(r"[a-z_]+")
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, Any], Awaitable[Response]]
 TYPES: Mapping[int, str] = {
@@ -73,6 +77,13 @@ def code_of(error: Exception) -> str | None:
     return "answer_form" if isinstance(error, AnswerFormError) else None
 
 
+def param_of(error: Exception) -> str | None:
+    """The field of a request that an exception is about: such messages begin with its name."""
+    word = FIRST_WORD.match(str(error))
+    known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()
+    return word[0] if isinstance(error, UsageError) and word and word[0] in known else None
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make the application answer every exception in OpenAI's form."""
 
@@ -86,7 +97,7 @@ def install_error_handlers(app: FastAPI) -> None:
         return response
 
     async def on_known(_request: Request, error: Exception) -> Response:
-        return error_response(status_of(error), str(error), code=code_of(error))
+        return error_response(status_of(error), str(error), param=param_of(error), code=code_of(error))
 
     async def on_bug(_request: Request, error: Exception) -> Response:
         logger.error("a request failed", exc_info=error)

@@ -114,7 +114,7 @@ def test_a_trace_is_replayed(llama: str, tmp_path: Path) -> None:
         (["--context", "99999999999", "--gpu", "L4"], 2, "is more than 10000000 tokens"),
         (["--kv-dtype", "fp4"], 2, "the KV cache dtype 'fp4' is unknown"),
         (["--context", "many"], 2, "--context 'many' is not P50,P99"),
-        (["--context", "100,50"], 2, "is less than its p50"),
+        (["--context", "100,50"], 2, "--context '100,50': P99 is less than P50. Give --context 50,100"),
         (["--context", "1,2", "--prompt", "1,2"], 2, "--context is prompt and output together"),
         (["--trace", "x.jsonl"], 2, "need a device"),
         (["--concurrency", "0"], 2, "not in the range"),

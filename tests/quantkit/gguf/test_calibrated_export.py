@@ -53,10 +53,57 @@ def test_importance_is_the_mean_square_of_each_input_column(plan, windows):
     importance = {}
     for block in collect_importance(plan, windows):
         importance |= block
-    assert len(importance) == 14
+    assert len(importance) == 15  # 14 layers and the output matrix
+    assert importance["output.weight"].shape == (64,)
     torch.testing.assert_close(
         importance["blk.1.ffn_down.weight"], torch.cat(seen).square().mean(0), rtol=1e-3, atol=1e-6
     )
+
+
+def test_importance_of_experts_and_of_the_output_matrix(tiny_models, text):
+    source = open_source(tiny_models("mixtral"))
+    plan = make_export_plan(source, "Q4_0", has_importance=True)
+    windows = calibration_windows(source, text, 256)
+    model = AutoModelForCausalLM.from_pretrained(source.folder, dtype=torch.float32).eval()
+    into_head, routed = [], []
+    model.lm_head.register_forward_pre_hook(lambda module, args: into_head.append(args[0].reshape(-1, 64)))
+    experts = model.model.layers[1].mlp.experts
+    experts.register_forward_pre_hook(
+        lambda module, args, kwargs: routed.append((*args, *kwargs.values())), with_kwargs=True
+    )
+    with torch.no_grad():
+        for ids, length in zip(windows.token_ids, windows.lengths.tolist(), strict=True):
+            model(ids[:length].unsqueeze(0))
+    importance = {}
+    for block in collect_importance(plan, windows):
+        importance |= block
+    expected = torch.cat(into_head).square().mean(0)
+    torch.testing.assert_close(importance["output.weight"], expected, rtol=1e-3, atol=1e-6)
+    found = importance["blk.1.ffn_up_exps.weight"]
+    for expert in range(4):
+        seen = [hidden[(chosen == expert).any(-1)] for hidden, chosen, *_ in routed]
+        torch.testing.assert_close(found[expert], torch.cat(seen).square().mean(0), rtol=1e-3, atol=1e-6)
+    assert importance["blk.1.ffn_down_exps.weight"].shape == plan_shape(plan, "blk.1.ffn_down_exps.weight")[::2]
+
+
+def plan_shape(plan, name):
+    return next(tensor.shape for tensor in plan.tensors if tensor.name == name)
+
+
+def test_experts_solved_and_experts_that_see_nothing(tiny_models, text, tmp_path, caplog):
+    """Few tokens: the experts with fewer than columns are rounded by importance, and that is said."""
+    source = open_source(tiny_models("mixtral"))
+    plan = make_export_plan(source, "Q4_0", has_importance=True)
+    windows = calibration_windows(source, text, 64)
+    record = write_plan(plan, tmp_path / "solved.gguf", solved_blocks=solve_blocks(plan, windows))
+    assert "4 of 4 experts see fewer tokens than columns: rounded without error feedback" in caplog.text
+    kinds = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "solved.gguf").tensors}
+    stored = kinds["blk.1.ffn_up_exps.weight"]
+    assert bool(torch.isfinite(torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type))).all())
+    assert record["error_feedback"]
+    unseen = {"blk.1.ffn_up_exps.weight": torch.cat([torch.ones(3, 64), torch.zeros(1, 64)])}
+    said = write_plan(plan, tmp_path / "some.gguf", importance=unseen)["notes"]
+    assert "blk.1.ffn_up_exps.weight: 1 experts saw no token, their columns count the same" in said
 
 
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_K", "Q6_K", "IQ4_XS"])
@@ -148,9 +195,9 @@ def test_command(tiny_llama_folder, text, tmp_path):
     result = run(tiny_llama_folder, "-o", path, "--type", "Q4_0", *measured, "--json")
     assert result.exit_code == 0, result.stderr
     record = json.loads(result.stdout)
-    assert (record["importance_entries"], record["types"]["Q4_0"]) == (14, 15)
+    assert (record["importance_entries"], record["types"]["Q4_0"]) == (15, 15)
     assert record["calibration"]["num_tokens"] == 512
-    assert len(read_imatrix(matrix).means) == 14
+    assert len(read_imatrix(matrix).means) == 15
     again = run(tiny_llama_folder, "-o", tmp_path / "again.gguf", "--type", "Q4_0", "--imatrix", matrix)
     assert again.exit_code == 0, again.stderr
     assert "bits a weight" in again.stdout

@@ -254,6 +254,19 @@ def test_unknown_architecture(tiny_llama_folder, tmp_path):
     source.config.model_type = "mamba"
     with pytest.raises(UsageError, match=r"a mamba model cannot be written as GGUF yet\. Families that can: gemma"):
         export_gguf(source, tmp_path / "x.gguf", "F16")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_pretokenizer_that_is_unknown_or_named(tiny_llama_folder, tmp_path):
+    folder = shutil.copytree(tiny_llama_folder, tmp_path / "m")
+    document = json.loads((folder / "tokenizer.json").read_text())
+    document["pre_tokenizer"] = {"type": "Whitespace"}
+    (folder / "tokenizer.json").write_text(json.dumps(document))
+    with pytest.raises(UsageError, match=r"none of llama\.cpp's known pre-tokenizers.*--pretokenizer"):
+        export_gguf(open_source(folder), tmp_path / "x.gguf", "F16")
+    assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    export_gguf(open_source(folder), tmp_path / "x.gguf", "F16", pretokenizer="qwen2")
+    assert read_gguf_header(tmp_path / "x.gguf").metadata["tokenizer.ggml.pre"] == "qwen2"
 
 
 @pytest.mark.parametrize(

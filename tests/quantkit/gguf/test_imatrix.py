@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from quantkit.errors import CheckpointError, UsageError
+from quantkit.errors import CheckpointError, SourceError, UsageError
 from quantkit.export_gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from quantkit.formats.gguf.header import read_gguf_header
 
@@ -76,7 +76,7 @@ def test_broken_files(content, message, tmp_path):
 
 
 def test_missing_file_and_folder(tmp_path):
-    with pytest.raises(UsageError, match=r"cannot read .*none\.dat: No such file"):
+    with pytest.raises(SourceError, match=r"cannot read .*none\.dat: No such file"):
         read_imatrix(tmp_path / "none.dat")
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot write"):

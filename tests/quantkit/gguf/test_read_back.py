@@ -1,5 +1,6 @@
 """What quantkit wrote as GGUF is a model again, also where transformers' reader of GGUF falls short."""
 
+import copy
 import json
 import shutil
 
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from quantkit.errors import SourceError
 from quantkit.export_gguf import export_gguf
 from quantkit.export_gguf.output_file import written_files
+from quantkit.export_gguf.unigram_reader import read_unigram
 from quantkit.source import open_source
 
 IDS = torch.arange(5, 45).unsqueeze(0)
@@ -65,6 +67,30 @@ def test_parts_are_read_together(make_tiny_model, tmp_path):
     last.unlink()
     with pytest.raises(SourceError, match=r"is one of \d parts, and \d are there\. Put all in one folder"):
         open_source(first)
+
+
+@pytest.mark.parametrize("added", [[], ["<|turn|>"]])
+def test_a_unigram_tokenizer_cuts_as_before(added, unigram, make_tiny_model, tmp_path):
+    tokenizer = copy.deepcopy(unigram)
+    tokenizer.add_tokens(added, special_tokens=True)
+    folder = make_tiny_model("llama", tmp_path / "m", dtype=torch.bfloat16, vocab_size=len(tokenizer) + 3)
+    for path in folder.glob("*token*"):
+        path.unlink()
+    tokenizer.save_pretrained(folder)
+    export_gguf(open_source(folder), tmp_path / "out.gguf", "BF16")
+    again = open_source(tmp_path / "out.gguf").tokenizer()
+    for text in ("The quick brown fox", "jumps over  the\tlazy dogs,   ", "Größe 東京 🙂🙂 x", "zz</s>Qq<|turn|>a", ""):
+        ids = tokenizer(text)["input_ids"]
+        assert again(text)["input_ids"] == ids
+        assert again.decode(ids) == tokenizer.decode(ids)
+    assert (again.bos_token_id, again.eos_token_id, again.unk_token_id) == (1, 2, 0)
+    assert len(again) == len(tokenizer)
+
+
+def test_a_unigram_without_scores_is_refused():
+    broken = {"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": [1]}
+    with pytest.raises(SourceError, match="a Unigram of 1 tokens, 0 scores and 1 types is broken"):
+        read_unigram(broken)
 
 
 def test_dequantized_weights_are_the_packages(make_tiny_model, tmp_path):

@@ -4,10 +4,11 @@ import json
 
 import gguf
 import pytest
+import torch
 from click.testing import CliRunner
 
 from quantkit.cli import main
-from quantkit.export_gguf import export_gguf
+from quantkit.export_gguf import export_gguf, llama_cpp, verify_logits
 from quantkit.export_gguf.verify import verify_gguf
 from quantkit.source import open_source
 
@@ -25,8 +26,46 @@ def exported(tiny_llama_folder, tmp_path):
 def test_whole_file(file_type, exported, tiny_llama_folder):
     report = verify_gguf(exported(file_type), open_source(tiny_llama_folder))
     assert report.ok, report.to_dict()
-    names = [check.name for check in report.checks]
-    assert names == ["file", "same_source", "vocabulary", "every_tensor", "tensors"]
+    names = [check.name for check in report.checks if not check.name.startswith("llama_cpp")]
+    assert names == ["file", "same_source", "vocabulary", "every_tensor", "tensors", "divergence", "logits"]
+    if llama_cpp.why_missing() is None:
+        assert [check.name for check in report.checks[7:]] == ["llama_cpp", "llama_cpp_tokens", "llama_cpp_logits"]
+    else:
+        assert report.skipped.keys() == {"llama_cpp"}
+
+
+def test_a_float_file_gives_the_models_own_answers(make_tiny_model, tmp_path):
+    folder = make_tiny_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    export_gguf(open_source(folder), tmp_path / "out.gguf", "BF16")
+    report = verify_gguf(tmp_path / "out.gguf", open_source(folder))
+    found = {check.name: check.detail for check in report.checks}
+    assert found["divergence"] == "KL(model || file) is 0 nats a token; random errors as large give 0"
+    assert found["logits"].startswith("read as a model it differs by 0.0e+00")
+
+
+def test_answers_that_are_not_those_of_the_tensors(exported, tiny_llama_folder, tmp_path):
+    """The tensors are right, and the configuration that the file carries is another one."""
+    path = exported("F16")
+    data = path.read_bytes()
+    assert data.count(b'"rope_theta": 10000.0') == 1
+    path.write_bytes(data.replace(b'"rope_theta": 10000.0', b'"rope_theta": 90000.0'))
+    assert verify_gguf(path, open_source(tiny_llama_folder)).failed() == ["logits"]
+    report = verify_gguf(path, open_source(tiny_llama_folder), load_model=False)
+    assert report.ok
+    assert report.notes == ["the model was not loaded: logits were not compared"]
+
+
+def test_a_divergence_beyond_that_of_random_errors(exported, tiny_llama_folder, monkeypatch):
+    monkeypatch.setattr(verify_logits, "LARGEST_RATIO", 0.01)
+    report = verify_gguf(exported("Q4_0"), open_source(tiny_llama_folder))
+    assert report.failed() == ["divergence"]
+
+
+def test_llama_cpp_that_cannot_be_loaded(exported, tiny_llama_folder, monkeypatch):
+    monkeypatch.setattr(llama_cpp, "why_missing", lambda: "it is not there")
+    report = verify_gguf(exported("F16"), open_source(tiny_llama_folder))
+    assert report.ok
+    assert report.skipped == {"llama_cpp": "it is not there"}
 
 
 def test_parts(exported, tiny_llama_folder, tmp_path):
