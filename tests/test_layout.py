@@ -42,8 +42,9 @@ ALLOWED = {
     },
     "quantkit": {
         *PACKAGES,
-        *("torch", "transformers", "tokenizers", "accelerate", "compressed_tensors", "gguf", "safetensors", "huggingface_hub"),
-        *("greenlet", "numpy", "scipy", "pydantic", "pydantic_core", "yaml", "jinja2", "markupsafe", "click", "rich"),
+        *("torch", "transformers", "tokenizers", "accelerate", "compressed_tensors", "gguf", "safetensors"),
+        *("huggingface_hub", "greenlet", "numpy", "scipy", "pydantic", "pydantic_core", "yaml", "jinja2", "markupsafe"),
+        *("click", "rich"),
         *("jsonschema", "referencing"),
         "lm_eval",  # the extra lm-eval; at the top of lm_eval_model.py alone
         "datasets",  # an extra; imported where a recipe names a dataset
