@@ -1,5 +1,6 @@
 """What a user asks of an export, and the order in which it is done: plan, measure, choose types, write."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +17,9 @@ from quantkit.export_gguf.export import write_plan
 from quantkit.export_gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from quantkit.export_gguf.plan import ExportPlan, make_export_plan
 from quantkit.source import open_source
+
+MAX_BITS = 32  # a weight
+MIN_TOKENS = 8  # the shortest window
 
 Progress = Callable[[str, int, int], None]
 
@@ -55,12 +59,16 @@ class ExportRequest:
     overwrite: bool = False
 
     def __post_init__(self) -> None:
+        if self.target_bpw is not None and not 0 < self.target_bpw <= MAX_BITS:  # NaN is refused too
+            raise UsageError(f"--target-bpw {self.target_bpw:g} is not more than 0 and at most {MAX_BITS}")
+        if self.tokens < MIN_TOKENS:
+            raise UsageError(f"--tokens {self.tokens} is less than {MIN_TOKENS}")
         if self.calibration is None and (self.error_feedback or self.target_bpw or self.save_imatrix):
             raise UsageError("--error-feedback, --target-bpw and --save-imatrix need --calibration")
         if self.calibration is not None and self.imatrix is not None:
             raise UsageError("--imatrix and --calibration exclude each other")
-        if self.split_size is not None and self.split_size <= 0:
-            raise UsageError(f"--split-size {self.split_size:g} is not positive")
+        if self.split_size is not None and not 0 < self.split_size < math.inf:
+            raise UsageError(f"--split-size {self.split_size:g} is not a positive number of gigabytes")
 
 
 def run_export(request: ExportRequest, progress: Progress | None = None) -> dict[str, Any]:

@@ -209,7 +209,12 @@ def test_command(tiny_llama_folder, text, tmp_path):
         (("--type", "Q4_K_X"), "there is no file type 'Q4_K_X'"),
         (("--error-feedback",), "--error-feedback, --target-bpw and --save-imatrix need --calibration"),
         (("--tensor-type", "Q8_0"), "--tensor-type 'Q8_0' is not of the form REGEX=TYPE"),
-        (("--split-size", "0"), "--split-size 0 is not positive"),
+        (("--split-size", "0"), "--split-size 0 is not a positive number of gigabytes"),
+        (("--split-size", "nan"), "--split-size nan is not a positive number of gigabytes"),
+        (("--split-size", "inf"), "--split-size inf is not a positive number of gigabytes"),
+        (("--target-bpw", "0"), "--target-bpw 0 is not more than 0 and at most 32"),
+        (("--target-bpw", "nan", "--calibration", "builtin"), "--target-bpw nan is not more than 0 and at most 32"),
+        (("--tokens", "0", "--calibration", "builtin"), "--tokens 0 is less than 8"),
     ],
 )
 def test_wrong_usage(arguments, message, tiny_llama_folder, tmp_path):
