@@ -42,17 +42,23 @@ def windows(plan, text):
     return calibration_windows(plan.source, text, NUM_TOKENS)
 
 
-def test_importance_is_the_mean_square_of_each_input_column(plan, windows):
-    model = AutoModelForCausalLM.from_pretrained(plan.source.folder, dtype=torch.float32).eval()
-    seen = []
-    hooked = model.model.layers[1].mlp.down_proj
-    hooked.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 128)))
+def ask_and_measure(model, plan, windows):
+    """Run a model, whose hooks look on, over the windows; the importance that the export finds on them."""
     with torch.no_grad():
         for ids, length in zip(windows.token_ids, windows.lengths.tolist(), strict=True):
             model(ids[:length].unsqueeze(0))
     importance = {}
     for block in collect_importance(plan, windows):
         importance |= block
+    return importance
+
+
+def test_importance_is_the_mean_square_of_each_input_column(plan, windows):
+    model = AutoModelForCausalLM.from_pretrained(plan.source.folder, dtype=torch.float32).eval()
+    seen = []
+    hooked = model.model.layers[1].mlp.down_proj
+    hooked.register_forward_pre_hook(lambda module, args: seen.append(args[0].reshape(-1, 128)))
+    importance = ask_and_measure(model, plan, windows)
     assert len(importance) == 15  # 14 layers and the output matrix
     assert importance["output.weight"].shape == (64,)
     torch.testing.assert_close(
@@ -71,12 +77,7 @@ def test_importance_of_experts_and_of_the_output_matrix(tiny_models, text):
     experts.register_forward_pre_hook(
         lambda module, args, kwargs: routed.append((*args, *kwargs.values())), with_kwargs=True
     )
-    with torch.no_grad():
-        for ids, length in zip(windows.token_ids, windows.lengths.tolist(), strict=True):
-            model(ids[:length].unsqueeze(0))
-    importance = {}
-    for block in collect_importance(plan, windows):
-        importance |= block
+    importance = ask_and_measure(model, plan, windows)
     expected = torch.cat(into_head).square().mean(0)
     torch.testing.assert_close(importance["output.weight"], expected, rtol=1e-3, atol=1e-6)
     found = importance["blk.1.ffn_up_exps.weight"]
