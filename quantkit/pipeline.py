@@ -37,6 +37,7 @@ from quantkit.source import ModelSource, open_source
 from quantkit.stored_weights import refuse_broken_weights
 from quantkit.transforms.fold_block import transform_block
 from quantkit.tuning.apply import tune_checkpoint
+from quantkit.tuning.windows import TuningSource, read_tuning_sources
 
 Progress = Callable[[str, int, int], None]
 BATCH_TOKENS = 2048  # tokens that go through a block at once
@@ -91,6 +92,7 @@ def quantize_model(
         if finished is not None:
             return finished
         check_outputs(recipe, source, overwrite=overwrite)
+    tuning = _tuning_sources(recipe, source, plan, report)
     with ExitStack() as held:
         places = [file.output.path for file in files]
         made = [working_folders([path], keep=resume, work=MANIFEST_NAME) for path in places]
@@ -101,7 +103,7 @@ def quantize_model(
             paths = [output.path for output in recipe.checkpoints]
             own = held.enter_context(working_folders(paths, keep=resume))
             facts |= {"allocation": allocation.to_record()} if allocation is not None else {}
-            written = _write_checkpoints(recipe, plan, calibration, facts, own, started, report, resume=resume)
+            written = _write_checkpoints(recipe, plan, calibration, tuning, facts, own, started, report, resume=resume)
             manifests |= dict(zip(paths, written, strict=True))
             moves += list(zip(own, paths, strict=True))
         stale = {old for path in places for old in places_of(path)} - {place for _, place in moves}
@@ -137,6 +139,7 @@ def _write_checkpoints(
     recipe: Recipe,
     plan: Plan,
     calibration: CalibrationSet | None,
+    tuning_sources: Sequence[TuningSource],
     facts: dict[str, Any],
     folders: Sequence[Path],
     started: float,
@@ -156,7 +159,7 @@ def _write_checkpoints(
         if tuning is not None:
             folder = folders[0] if resume else None
             probe = _probe_ids(plan.model)
-            tuned = tune_checkpoint(plan, writers, tuning, recipe.calibration, probe, report, folder)
+            tuned = tune_checkpoint(plan, writers, tuning, tuning_sources, probe, report, folder)
             logits = tuned.logits
         manifest = build_manifest(recipe, facts, layers, probe_record(_probe_ids(plan.model), logits))
         manifest |= {key: facts[key] for key in ("allocation",) if key in facts}
@@ -205,6 +208,14 @@ def _calibration(
     """The recipe's tokens, if something needs them."""
     section = needed_calibration(recipe, plan, files)
     return None if section is None else build_calibration(section, source, progress)
+
+
+def _tuning_sources(
+    recipe: Recipe, source: ModelSource, plan: Plan | None, progress: Progress
+) -> Sequence[TuningSource]:
+    """The windows of the tuning, if there is one: read before the work, because they may be missing."""
+    tuning = recipe.quantization.tuning if plan is not None and recipe.quantization is not None else None
+    return () if tuning is None else read_tuning_sources(tuning, recipe.calibration, source, progress)
 
 
 def needed_calibration(recipe: Recipe, plan: Plan | None, files: Sequence[GgufFile]) -> Calibration | None:

@@ -112,11 +112,20 @@ def check_sources(calibration: Calibration, model: ModelSource) -> None:
     tokenizer = DocumentTokenizer(model.tokenizer())
     _refuse_long_windows(calibration, model)
     for number, source in enumerate(calibration.sources or default_sources(chat=tokenizer.has_chat_template)):
-        need = _num_tokens(source, calibration)
-        if isinstance(source, SelfGeneratedSource):
-            read_prompts(source, model)
-        elif not isinstance(source, DatasetSource):
+        if is_at_hand(source, model):
+            need = _num_tokens(source, calibration)
             draw_pieces(tokenizer, source, number, need, calibration, model, lambda *_: None)
+
+
+def is_at_hand(source: Source, model: ModelSource) -> bool:
+    """Whether a source can be read without answers of the model and without a download.
+
+    Raises:
+        CalibrationError: the prompts of a self-generated source cannot be read.
+    """
+    if isinstance(source, SelfGeneratedSource):
+        read_prompts(source, model)
+    return not isinstance(source, SelfGeneratedSource | DatasetSource)
 
 
 def draw_pieces(

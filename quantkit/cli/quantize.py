@@ -53,12 +53,16 @@ def _show_plan(recipe: "Recipe", *, overwrite: bool, as_json: bool) -> None:
     from quantkit.gguf_files import gguf_only_notes
     from quantkit.pipeline import needed_calibration, plan_run
     from quantkit.source import open_source
+    from quantkit.tuning.windows import check_tuning_sources
 
     source = open_source(recipe.require_model())
     plan, files = plan_run(recipe, source, overwrite=overwrite)
     calibration = needed_calibration(recipe, plan, files)
     if calibration is not None:
         check_sources(calibration, source)
+    tuning = recipe.quantization.tuning if recipe.quantization is not None else None
+    if tuning is not None:
+        check_tuning_sources(tuning, recipe.calibration, source)
     lines = gguf_only_notes(recipe)
     document: dict[str, object] = {"model": source.name, "notes": lines}
     if plan is not None:

@@ -7,7 +7,7 @@ from typing import Any
 from quantkit.allocation.allocate import check_target
 from quantkit.errors import QuantkitError, RecipeError
 from quantkit.plan import Plan, make_plan
-from quantkit.recipe import Quantization, Recipe, parse_recipe
+from quantkit.recipe import Quantization, Recipe, name_places, parse_recipe
 from quantkit.recipe.variants import lay_over, recipe_data, variant_text
 from quantkit.scheme import GROUP_SIZES
 from quantkit.source import ModelSource
@@ -57,16 +57,17 @@ def find_candidates(recipe: Recipe, source: ModelSource) -> tuple[list[Candidate
         ]
     found: list[Candidate] = []
     left_out: list[str] = []
-    for name, changes in named:
-        data = lay_over(base, changes)
-        try:
-            found.append(_planned(name, data, source))
-        except QuantkitError as error:
-            if given is not None:
-                raise RecipeError(f"the search's candidate {name!r}: {error.message}", fix=error.fix) from error
-            left_out.append(f"{name}: {error.message}")
-    if not found:
-        raise RecipeError(f"nothing to try: {'; '.join(left_out)}", fix="Name candidates in `search`")
+    with name_places(recipe, "search"):
+        for number, (name, changes) in enumerate(named):
+            try:
+                found.append(_planned(name, lay_over(base, changes), source))
+            except QuantkitError as error:
+                if given is not None:
+                    words = f"the search's candidate {name!r}: {error.message}"
+                    raise RecipeError(words, fix=error.fix, keys=("search", "candidates", number)) from error
+                left_out.append(f"{name}: {error.message}")
+        if not found:
+            raise RecipeError(f"nothing to try: {'; '.join(left_out)}", fix="Name candidates in `search`")
     return sorted(found, key=lambda candidate: candidate.nbytes), left_out
 
 

@@ -14,7 +14,7 @@ from quantkit.errors import CheckpointError
 from quantkit.evaluation_cache import source_digest
 from quantkit.gguf_source import file_sha256
 from quantkit.output_paths import check_reports
-from quantkit.recipe import Recipe
+from quantkit.recipe import Recipe, name_places
 from quantkit.recipe.variants import at_folder, recipe_data, variant_text
 from quantkit.search.candidates import Candidate, find_candidates
 from quantkit.search.certify import certify, evaluate_original
@@ -95,7 +95,8 @@ def search(
     executor = executor or (InProcess(tell) if jobs == 1 else Processes(jobs, tell))
     with open_journal(folder.root, _identity(recipe, source), resume=resume, overwrite=overwrite) as journal:
         folder.clear_result() if resume else folder.clear()
-        holdout = split_items(recipe, folder.items)
+        with name_places(recipe, "search"):
+            holdout = split_items(recipe, folder.items)
         prompts = evaluate_original(source, holdout, folder.baselines, device, tell)
         budget = minutes or settings.budget.minutes or float("inf")
         deadline = started + 60 * budget

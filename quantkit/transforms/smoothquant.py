@@ -69,12 +69,14 @@ def search(
         chosen = next(iter(candidates))
         return FoldScale(candidates[chosen], {"alpha": chosen})
     x = statistics.sample
+    targets = {layer: x @ weight.T for layer, weight in weights.items()}
     errors = {}
     for name, scale in candidates.items():
         columns = to_columns(fold, block, scale)
-        errors[name] = sum(
-            _error(x, weight, columns, schemes[layer], statistics.absmax, dtype) for layer, weight in weights.items()
-        )
+        errors[name] = 0.0
+        for layer, weight in weights.items():
+            outputs = _quantized_outputs(x, weight, columns, schemes[layer], statistics.absmax, dtype)
+            errors[name] += float((outputs - targets[layer]).square().sum())
     chosen = min(errors, key=errors.__getitem__)
     gain = errors[chosen] / errors["none"] if errors["none"] > 0 else 1.0
     return FoldScale(candidates[chosen], {"alpha": chosen, "error_ratio": gain})
@@ -85,14 +87,15 @@ def _weight(module: nn.Module) -> Tensor:
     return module.weight.detach()
 
 
-def _error(
+def _quantized_outputs(
     x: Tensor, weight: Tensor, columns: Tensor, scheme: QuantScheme, absmax: Tensor, dtype: torch.dtype
-) -> float:
-    """Squared error of one layer's outputs on the sample, inputs and weights quantized as the scheme has it."""
-    scale, zero_point = choose_qparams(weight * columns, scheme, dtype)
-    rounded = dequantize(quantize(weight * columns, scale, scheme, zero_point), scale, zero_point)
+) -> Tensor:
+    """[T, N] outputs of one layer on the sample, inputs and weights rescaled and quantized as the scheme has it."""
+    scaled = weight * columns
+    scale, zero_point = choose_qparams(scaled, scheme, dtype)
+    rounded = dequantize(quantize(scaled, scale, scheme, zero_point), scale, zero_point)
     smooth = x / columns
     if scheme.input is not None:
         static = None if scheme.input.dynamic else ((absmax / columns).max() / 127.5).clamp(min=1e-12)
         smooth = fake_quantize_input(smooth, scheme.input, static)
-    return float((smooth @ rounded.T - x @ weight.T).square().sum())
+    return smooth @ rounded.T

@@ -17,7 +17,6 @@ from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.journal import TUNING_AGAIN_NAME, TUNING_RESULT_NAME, TUNING_STATE_NAME
 from quantkit.plan import LayerPlan, Plan
 from quantkit.primitives import QuantizedWeight
-from quantkit.recipe import Calibration
 from quantkit.recipe.tuning import Tuning
 from quantkit.tuning.optimize import Targets, Tuner, TuningState
 from quantkit.tuning.reround import reround, training_windows
@@ -25,7 +24,7 @@ from quantkit.tuning.small_parameter import small_parameters
 from quantkit.tuning.student import Student
 from quantkit.tuning.teacher import original_outputs
 from quantkit.tuning.tunable_linear import CodeOffsets, TunableLinear
-from quantkit.tuning.windows import TuningSource, read_tuning_sources
+from quantkit.tuning.windows import TuningSource
 
 Progress = Callable[[str, int, int], None]
 
@@ -51,7 +50,7 @@ def tune_checkpoint(
     plan: Plan,
     writers: Sequence[CheckpointWriter],
     tuning: Tuning,
-    calibration: Calibration | None,
+    sources: Sequence[TuningSource],
     probe: Tensor,
     progress: Progress,
     state_folder: Path | None = None,
@@ -62,20 +61,19 @@ def tune_checkpoint(
         plan: of the run; everything outside the decoder blocks has its original weights.
         writers: hold every tensor of their checkpoints.
         tuning: the recipe's section.
-        calibration: the recipe's section, for sources, windows and seed.
+        sources: what `read_tuning_sources` gave, before the work began.
         probe: [1, T] tokens for which the tuned model's logits are wanted.
         progress: is called with (stage, done, total).
         state_folder: keeps what an interrupted run needs to go on; None keeps nothing.
 
     Raises:
-        CalibrationError: the sources give no windows.
         CheckpointError: an output cannot store a result without loss.
     """
     kept = None if state_folder is None else state_folder / TUNING_RESULT_NAME
     if kept is not None and kept.exists():  # the run was interrupted while the result was written
         tensors, record = _load(kept)
     else:
-        tensors, record = _tune(plan, writers[0], tuning, calibration, progress, state_folder)
+        tensors, record = _tune(plan, writers[0], tuning, sources, progress, state_folder)
         if kept is not None:
             _save(kept, tensors, record)
     for writer in writers:
@@ -94,12 +92,11 @@ def _tune(
     plan: Plan,
     writer: CheckpointWriter,
     tuning: Tuning,
-    calibration: Calibration | None,
+    sources: Sequence[TuningSource],
     progress: Progress,
     state_folder: Path | None,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Codes, scales and small parameters that tuning found, by name, and its record."""
-    sources = read_tuning_sources(tuning, calibration, plan.source, progress)
     batches = [windows for source in sources for windows in (*source.training, *source.validation)]
     outputs = original_outputs(plan, batches, lambda done, total: progress("original", done, total))
     targets = {id(windows): output.clone() for windows, output in zip(batches, outputs, strict=True)}

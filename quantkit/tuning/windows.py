@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from quantkit.calibration.dataset import draw_pieces, source_label
+from quantkit.calibration.dataset import draw_pieces, is_at_hand, source_label
 from quantkit.calibration.self_generated import Progress
 from quantkit.calibration.tokenize import DocumentTokenizer, TokenizedDocument
 from quantkit.errors import CalibrationError
@@ -71,23 +71,50 @@ def read_tuning_sources(
     """
     settings = calibration or Calibration()
     tokenizer = DocumentTokenizer(model.tokenizer())
-    sources: Sequence[Source] | None = tuning.sources or settings.sources
-    if sources is None:
-        sources = default_sources(chat=tokenizer.has_chat_template)
-    needed = tuning.steps * tuning.tokens_per_step
     found = []
-    for number, source in enumerate(sources):
-        wanted = round(source.share * needed * VALIDATION_SHARE / (VALIDATION_SHARE - 1))
-        pieces, _ = draw_pieces(tokenizer, source, number, wanted, settings, model, progress, at_most=True)
+    for number, source in enumerate(_sources(tuning, settings, tokenizer)):
+        pieces = _read(tokenizer, source, number, tuning, settings, model, progress)
         count = len(pieces) // VALIDATION_SHARE
-        if len(pieces) < 2:
-            raise CalibrationError(
-                f"tuning source {source_label(source)} has {len(pieces)} windows", fix="Give it at least two"
-            )
         judges = _first_tokens(pieces[::-1][: max(count, 1)], MAX_VALIDATION_TOKENS)
         training = pieces[: len(pieces) - len(judges)]
         found.append(TuningSource(source_label(source), source.share, batch(training), batch(judges)))
     return tuple(found)
+
+
+def check_tuning_sources(tuning: Tuning, calibration: Calibration | None, model: ModelSource) -> None:
+    """Refuse what `read_tuning_sources` would refuse, as far as that needs no answers of the model and no download.
+
+    Raises:
+        CalibrationError: as there.
+    """
+    settings = calibration or Calibration()
+    tokenizer = DocumentTokenizer(model.tokenizer())
+    for number, source in enumerate(_sources(tuning, settings, tokenizer)):
+        if is_at_hand(source, model):
+            _read(tokenizer, source, number, tuning, settings, model, lambda *_: None)
+
+
+def _sources(tuning: Tuning, settings: Calibration, tokenizer: DocumentTokenizer) -> Sequence[Source]:
+    return tuning.sources or settings.sources or default_sources(chat=tokenizer.has_chat_template)
+
+
+def _read(
+    tokenizer: DocumentTokenizer,
+    source: Source,
+    number: int,
+    tuning: Tuning,
+    settings: Calibration,
+    model: ModelSource,
+    progress: Progress,
+) -> list[TokenizedDocument]:
+    """The pieces of a source for its share of the steps and for those that judge."""
+    wanted = source.share * tuning.steps * tuning.tokens_per_step * VALIDATION_SHARE / (VALIDATION_SHARE - 1)
+    pieces, _ = draw_pieces(tokenizer, source, number, round(wanted), settings, model, progress, at_most=True)
+    if len(pieces) < 2:
+        raise CalibrationError(
+            f"tuning source {source_label(source)} has {len(pieces)} windows", fix="Give it at least two"
+        )
+    return pieces
 
 
 def _first_tokens(pieces: Sequence[TokenizedDocument], max_tokens: int) -> list[TokenizedDocument]:

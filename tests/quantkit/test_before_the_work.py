@@ -70,6 +70,8 @@ def tree() -> list[tuple[str, int]]:
         ("corpus.txt", "nowhere.txt", 1, "cannot read calibration source nowhere.txt"),
         ("kind: text, path: corpus.txt", "kind: jsonl, path: empty.jsonl", 1, "empty.jsonl holds no text"),
         ("num_tokens: 64", "num_tokens: 64000", 1, "and 64,000 are needed"),
+        ("[lm_head]", "[lm_head]\n  tuning: {sources: [{kind: text, path: no.txt}]}", 1, "calibration source no.txt"),
+        ("[lm_head]", "[lm_head]\n  tuning: {sources: [{kind: text, path: short.txt}]}", 1, "short.txt has 1 windows"),
         ("out/ck", "model/ck", 1, "is inside the model's own folder"),
         ("out/ck", "full", 1, "the output folder full is not empty. Give --overwrite"),
         ("out/ck", "aside", 1, "the output folder aside is not empty"),
@@ -81,6 +83,7 @@ def test_a_dry_run_refuses_what_the_run_refuses_and_writes_nothing(
     model: Path, monkeypatch: pytest.MonkeyPatch, old: str, new: str, code: int, words: str
 ) -> None:
     Path("empty.jsonl").touch()
+    Path("short.txt").write_text("The quick brown fox.")
     for folder in ("full", "aside.replaced", "taken.partial", "running.partial"):
         Path(folder).mkdir()
         (Path(folder) / "thesis.txt").touch()
