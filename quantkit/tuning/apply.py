@@ -18,8 +18,9 @@ from quantkit.journal import TUNING_AGAIN_NAME, TUNING_RESULT_NAME, TUNING_STATE
 from quantkit.plan import LayerPlan, Plan
 from quantkit.primitives import QuantizedWeight
 from quantkit.recipe.tuning import Tuning
-from quantkit.tuning.optimize import Targets, Tuner, TuningState
+from quantkit.tuning.optimize import Tuner, TuningState
 from quantkit.tuning.reround import reround, training_windows
+from quantkit.tuning.score import Targets
 from quantkit.tuning.small_parameter import small_parameters
 from quantkit.tuning.student import Student
 from quantkit.tuning.teacher import original_outputs
@@ -127,7 +128,7 @@ def _tune_again(
     progress: Progress,
     state_folder: Path | None,
 ) -> dict[str, Any]:
-    """Round the codes anew to the tuned scales and tune once more; kept if no source's KL is above the first's best.
+    """Round the codes anew to the tuned scales and tune once more; kept if it scores better than the first's best.
 
     Returns:
         The second tuning's part of the record.

@@ -9,36 +9,14 @@ import torch
 from torch import Tensor
 
 from quantkit.recipe.tuning import Tuning
-from quantkit.tuning.objective import backward_through_head, kl_of_tokens
+from quantkit.tuning.objective import backward_through_head
+from quantkit.tuning.score import Score, Targets, evaluate
 from quantkit.tuning.student import Student
 from quantkit.tuning.windows import PASS_TOKENS, TuningSource, Windows, passes
 
 WARMUP_STEPS = 5
 EVALUATIONS = 6  # of a run, evenly spaced
 BETAS = (0.9, 0.95)
-
-Targets = Mapping[int, Tensor]  # id of the windows -> output of the original's last block
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """How far the model is from the original on the windows that judge.
-
-    Attributes:
-        kl: mean KL in nats a token, by source.
-        agreement: share of tokens for which both models put the same token first, by source.
-    """
-
-    kl: dict[str, float]
-    agreement: dict[str, float]
-
-    def ratio(self, before: "Score") -> float:
-        """Mean over the sources of the KL as a share of what it was."""
-        return sum(value / max(before.kl[name], 1e-9) for name, value in self.kl.items()) / len(self.kl)
-
-    def is_better_than(self, before: "Score") -> bool:
-        """Whether no source's KL rose and one fell."""
-        return self.ratio(before) < 1 and all(value <= before.kl[name] for name, value in self.kl.items())
 
 
 @dataclass(slots=True)
@@ -63,25 +41,6 @@ class TuningState:
 def rate(step: int, steps: int) -> float:
     """Share of the learning rate at a step: a short rise, then half a cosine to zero."""
     return min(1.0, (step + 1) / WARMUP_STEPS) * 0.5 * (1 + math.cos(math.pi * step / steps))
-
-
-def evaluate(student: Student, sources: Sequence[TuningSource], targets: Targets) -> Score:
-    """Score the student as it would be stored now."""
-    kl: dict[str, float] = {}
-    agreement: dict[str, float] = {}
-    for source in sources:
-        distances, agrees = [], []
-        for windows in source.validation:
-            with torch.no_grad():
-                hidden = student.blocks(student.enter(windows.token_ids, windows.token_mask)).flatten(0, 1)
-            counted = windows.token_mask.flatten()
-            target = targets[id(windows)].flatten(0, 1)[counted]
-            distance, agree = kl_of_tokens(hidden[counted], target, student.original_head, student.head)
-            distances.append(distance)
-            agrees.append(agree.float())
-        kl[source.label] = float(torch.cat(distances).mean())
-        agreement[source.label] = float(torch.cat(agrees).mean())
-    return Score(kl, agreement)
 
 
 class Tuner:
@@ -145,7 +104,7 @@ class Tuner:
     def best_score(self) -> Score:
         """Of the best state that was seen."""
         entry = next(entry for entry in self.state.history if entry["step"] == self.state.best_step)
-        return Score(entry["kl"], entry["agreement"])
+        return Score.from_record(entry)
 
     def _step(self, step: int) -> float:
         """One step; returns the mean KL of its windows before it, in nats."""
@@ -176,11 +135,9 @@ class Tuner:
         """Score the present state and keep it if it is the best so far."""
         score = evaluate(self.student, self._sources, self._targets)
         history = self.state.history
-        first = Score(history[0]["kl"], history[0]["agreement"]) if history else score
+        first = Score.from_record(history[0]) if history else score
         ratio = score.ratio(first)
-        history.append(
-            {"step": self.state.step, "ratio": ratio, "kl": score.kl, "agreement": score.agreement, "loss": loss}
-        )
+        history.append({"step": self.state.step, "ratio": ratio, "loss": loss} | score.to_record())
         if ratio <= min(entry["ratio"] for entry in history) and (score is first or score.is_better_than(first)):
             self.state.best = self._snapshot(moments=False)
             self.state.best_step = self.state.step

@@ -1,5 +1,6 @@
 """Tuning against the original: gradients, what is stored, what the checkpoint says afterwards, resumption."""
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.stats
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -19,8 +21,9 @@ from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.recipe import parse_recipe
 from quantkit.scheme import PRESETS, QuantScheme
 from quantkit.tuning.objective import backward_through_head, kl_rows
-from quantkit.tuning.optimize import Score, rate
+from quantkit.tuning.optimize import rate
 from quantkit.tuning.reround import solve_layer
+from quantkit.tuning.score import Score, change_error
 from quantkit.tuning.small_parameter import SmallParameter
 from quantkit.tuning.student import Student
 from quantkit.tuning.tunable_linear import CodeOffsets, TunableLinear
@@ -127,10 +130,30 @@ def test_a_small_parameter_is_seen_rounded_and_learns_through_the_rounding() -> 
 
 
 def test_a_score_is_better_only_if_no_source_got_worse() -> None:
-    before = Score({"text": 0.2, "chat": 0.4}, {})
-    assert Score({"text": 0.1, "chat": 0.4}, {}).is_better_than(before)
-    assert not Score({"text": 0.1, "chat": 0.41}, {}).is_better_than(before)
-    assert Score({"text": 0.1, "chat": 0.2}, {}).ratio(before) == pytest.approx(0.5)
+    before = Score({"text": [(10, 2.0)], "chat": [(10, 4.0)]}, {})
+    assert before.kl == {"text": 0.2, "chat": 0.4}
+    assert Score({"text": [(10, 1.0)], "chat": [(10, 4.0)]}, {}).is_better_than(before)
+    assert not Score({"text": [(10, 1.0)], "chat": [(10, 4.1)]}, {}).is_better_than(before)
+    assert Score({"text": [(10, 1.0)], "chat": [(10, 2.0)]}, {}).ratio(before) == pytest.approx(0.5)
+    assert Score.from_record(json.loads(json.dumps({"kl": before.kl, **before.to_record()}))).kl == before.kl
+
+
+def test_a_rise_within_its_standard_error_is_none() -> None:
+    chat = [(100, 40.0), (100, 44.0), (50, 19.0), (100, 41.0)]
+    before = Score({"text": [(100, 20.0)], "chat": chat}, {})
+    noisy = [(tokens, total + change) for (tokens, total), change in zip(chat, (2.0, -1.0, 0.6, -1.0), strict=True)]
+    risen = [(tokens, total + change) for (tokens, total), change in zip(chat, (2.0, 1.0, 0.6, 1.0), strict=True)]
+    assert Score({"text": [(100, 10.0)], "chat": noisy}, {}).kl["chat"] > before.kl["chat"]
+    assert Score({"text": [(100, 10.0)], "chat": noisy}, {}).is_better_than(before)
+    assert not Score({"text": [(100, 10.0)], "chat": risen}, {}).is_better_than(before)
+
+
+def test_the_error_of_a_change_is_that_of_a_mean_where_windows_are_alike() -> None:
+    changes = [0.3, -0.1, 0.2, 0.4, 0.05]
+    before = [(64, 10.0 + number) for number in range(5)]
+    after = [(64, total + 64 * change) for (_, total), change in zip(before, changes, strict=True)]
+    assert change_error(before, after) == pytest.approx(scipy.stats.sem(changes))
+    assert change_error(before[:1], after[:1]) == 0.0
 
 
 def test_the_rate_rises_and_falls_to_nearly_nothing() -> None:
@@ -212,7 +235,7 @@ def test_nothing_better_leaves_the_checkpoint_as_it_was(
 ) -> None:
     model = tiny_models("llama")
     recipe = _recipe(model, corpus, f"[{{format: compressed-tensors, path: {tmp_path / 'tuned'}}}]")
-    monkeypatch.setattr("quantkit.tuning.optimize.Score.is_better_than", lambda *_: False)
+    monkeypatch.setattr("quantkit.tuning.score.Score.is_better_than", lambda *_: False)
     manifest = quantize_model(recipe)
     assert manifest["tuning"]["kept_step"] == 0
     plain = recipe.text.replace("tuned}", "tuned}").replace(str(tmp_path / "tuned"), str(tmp_path / "plain"))
