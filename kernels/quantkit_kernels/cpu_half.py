@@ -25,6 +25,11 @@ def cpu_half_blocker(weight: Tensor) -> str | None:
         return f"the weight is on {weight.device}"
     if "fbgemm" not in torch.backends.quantized.supported_engines:
         return "torch carries no FBGEMM for this CPU"
+    return half_blocker(weight)
+
+
+def half_blocker(weight: Tensor) -> str | None:
+    """Why float16 does not hold the numbers of a weight; None if it does."""
     lowest, highest = map(float, weight.aminmax())
     largest = max(-lowest, highest)
     if not MIN_LARGEST <= largest <= MAX_HALF:  # a NaN is refused too

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit_kernels import reference
+from quantkit_kernels import cpu_native, reference
 from quantkit_kernels.cpu_capability import describe_cpu, has_bfloat16_matmul, has_int8_matmul
 from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
 from quantkit_kernels.cpu_int8 import CpuW8A8, CpuW8A16, cpu_int8_blocker
 from quantkit_kernels.cpu_linear import widened_linear
+from quantkit_kernels.cpu_native import BODY
+from quantkit_kernels.cpu_native_linear import NativeHalf, NativeW4A16, native_half_blocker, native_w4a16_blocker
 from quantkit_kernels.cpu_w4a16 import CpuW4A16, cpu_w4a16_blocker
 from quantkit_kernels.crossover_table import DEFAULT, Crossover, crossover
+from quantkit_kernels.native_library import native_blocker
 from quantkit_kernels.weight_limits import w4a16_blocker, w8a8_blocker, w8a16_blocker
 
 
@@ -81,19 +84,36 @@ CPU_MODULES = {
     "rotary_embedding": "cpu_rotary",
     "silu_mul": "cpu_activation",
 }
+NATIVE = ("paged_attention", "rms_norm", "rotary_embedding", "silu_mul", "store_kv_cache")  # in `cpu_native`
 
 
 @cache
 def choose(operation: str, device: torch.device) -> Choice:
     """The body of an operation that has one in Triton beside the reference, for tensors on ``device``."""
     blocker = triton_blocker(device)
-    if blocker is not None and device.type == "cpu" and operation in CPU_MODULES:
-        module = importlib.import_module(f"quantkit_kernels.{CPU_MODULES[operation]}")
-        return Choice(operation, "cpu", f"tensors are on {device}", getattr(module, operation))
+    if blocker is not None and device.type == "cpu":
+        return _choose_cpu(operation, device, blocker)
     if blocker is not None:
         return Choice(operation, "reference", blocker, getattr(reference, operation))
     module = importlib.import_module(f"quantkit_kernels.{TRITON_MODULES[operation]}")
     return Choice(operation, "triton", f"tensors are on {device}", getattr(module, operation))
+
+
+def _choose_cpu(operation: str, device: torch.device, reason: str) -> Choice:
+    """The same on a CPU where Triton's does not run for a reason: compiled, of torch's calls, or the reference."""
+    if operation in NATIVE:
+        no_native = native_blocker()
+        if no_native is None:
+            return Choice(
+                operation, BODY, f"tensors are on {device}, compiled for AVX2", getattr(cpu_native, operation)
+            )
+        reason = f"tensors are on {device}; {no_native}"
+    if operation not in CPU_MODULES:
+        return Choice(operation, "reference", reason, getattr(reference, operation))
+    module = importlib.import_module(f"quantkit_kernels.{CPU_MODULES[operation]}")
+    return Choice(
+        operation, "cpu", reason if operation in NATIVE else f"tensors are on {device}", getattr(module, operation)
+    )
 
 
 @cache
@@ -147,10 +167,13 @@ def choose_prepacked_linear(weight: Tensor) -> Choice:
     choice = choose_linear(weight.device, weight.dtype)
     if choice.function is not widened_linear:
         return Choice("linear", choice.body, choice.reason, DenseWeight)
+    no_native = native_half_blocker(weight)
+    if no_native is None:
+        return Choice("linear", NativeHalf.body, choice.reason, NativeHalf)
     blocker = cpu_half_blocker(weight)
     if blocker is not None:
         return Choice("linear", choice.body, blocker, DenseWeight)
-    return Choice("linear", CpuHalf.body, choice.reason, CpuHalf)
+    return Choice("linear", CpuHalf.body, f"{choice.reason}; {no_native}", CpuHalf)
 
 
 class ReferenceWeight:
@@ -188,6 +211,12 @@ def choose_w4a16_gemm(weight_packed: Tensor, scale: Tensor, group_size: int, dty
     """The body of w4a16_gemm for one weight; ``function(weight_packed, scale, group_size, zero_point)`` prepares it."""
     device = weight_packed.device
     is_triton = triton_blocker(device) is None
+    reason = f"{dtype} on a CPU with {describe_cpu()}"
+    if not is_triton and device.type == "cpu" and not has_bfloat16_matmul():
+        no_native = native_w4a16_blocker(weight_packed)
+        if no_native is None:
+            return Choice("w4a16_gemm", NativeW4A16.body, reason, NativeW4A16)
+        reason = f"{reason}; {no_native}"
     in_features = weight_packed.shape[1] * reference.CODES_PER_WORD
     blocker = _blocker(
         device,
@@ -210,7 +239,7 @@ def choose_w4a16_gemm(weight_packed: Tensor, scale: Tensor, group_size: int, dty
     def prepack(weight_packed: Tensor, scale: Tensor, group_size: int, zero_point: Tensor | None) -> CpuW4A16:
         return CpuW4A16(weight_packed, scale, group_size, dtype, zero_point)
 
-    return Choice("w4a16_gemm", CpuW4A16.body, f"{dtype} on a CPU with {describe_cpu()}", prepack)
+    return Choice("w4a16_gemm", CpuW4A16.body, reason, prepack)
 
 
 def choose_w8a16_gemm(codes: Tensor, dtype: torch.dtype, group_size: int = reference.PER_CHANNEL) -> Choice:

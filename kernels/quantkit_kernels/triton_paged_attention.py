@@ -222,7 +222,9 @@ def _paged_attention_kernel(  # type: ignore[no-untyped-def]
 
 
 def _check_layout(query: Tensor, caches: tuple[Tensor, Tensor], small: dict[str, Tensor | None]) -> None:
-    """Raise ValueError, with the allowed values, unless the kernel can read 128 bits at a time."""
+    """Raise ValueError, with the allowed values, unless the kernel can read 128 bits at a time, of one type."""
+    if caches[0].dtype not in (query.dtype, torch.int8):
+        raise ValueError(f"key_cache is {caches[0].dtype}, allowed here is {query.dtype} or torch.int8")
     for name, tensor in (("query", query), ("key_cache", caches[0]), ("value_cache", caches[1])):
         strides = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1]
         if any(stride % ALIGNMENT for stride in strides):

@@ -18,6 +18,7 @@ from quantkit.errors import EngineError
 from quantkit.serve.attention_metadata import AttentionMetadata, Span, is_visible
 from quantkit.serve.kv_cache import KVCache, KVShape
 from quantkit.serve.paged_step import PagedStep
+from quantkit_kernels import paged_attention as attend_blocks
 
 ATTENTION_NAME = "quantkit_paged"
 # What models pass along and attention needs not look at: places are in the rotated keys, outputs are not collected.
@@ -198,6 +199,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, cache: KVCach
         is_plain = layer.softcap is None and (layer.window is None or layer.window >= span.num_queries)
         return _attend_chunk(query, key, value, None if is_plain else span.whole_mask(layer.window), layer)
     assert cache is not None, "without a cache every request is whole"
+    if span.num_queries == 1 and cache.reads_blocks:
+        return _attend_blocks(query, span, cache, layer)
     where = span.key_range(layer.window)
     # A decode reads its keys once: it is done in their type. A chunk reads them often: they are brought to its own.
     dtype = cache.dtype if span.num_queries == 1 else query.dtype
@@ -209,6 +212,19 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, span: Span, cache: KVCach
     if span.num_queries == 1:
         return _attend_decodes(query.to(dtype), keys, values, where.mask, layer).to(query.dtype)
     return _attend_chunk(query, keys, values, where.mask, layer)
+
+
+def _attend_blocks(query: Tensor, span: Span, cache: KVCache, layer: Layer) -> Tensor:
+    """[1, n, H, D_v] for n requests with one query each, [1, H, n, D], by a kernel that reads their blocks."""
+    key_scale, value_scale = cache.scales[layer.number] if cache.scales else (None, None)
+    own = span.sequences
+    output = attend_blocks(
+        query[0].transpose(0, 1), *cache.caches[layer.number], own.block_tables, own.cu_seqlens, own.context_lens,
+        scale=query.shape[-1] ** -0.5 if layer.scaling is None else layer.scaling,
+        sliding_window=layer.window, softcap=layer.softcap, key_scale=key_scale, value_scale=value_scale,
+        max_query_len=1, max_context_len=own.max_context_len,
+    )  # fmt: skip
+    return output.unsqueeze(0)
 
 
 def _attend_decodes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, layer: Layer) -> Tensor:

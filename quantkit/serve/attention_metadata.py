@@ -1,6 +1,7 @@
 """What attention needs to know about a step, worked out once for all layers: who attends to which blocks, and masks."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -29,6 +30,16 @@ class KeyRange:
     first_slot: int
     num_keys: int
     mask: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """Requests with one query each, for `quantkit_kernels.paged_attention`; all tensors int32."""
+
+    block_tables: Tensor
+    cu_seqlens: Tensor
+    context_lens: Tensor
+    max_context_len: int
 
 
 class Span:
@@ -74,6 +85,13 @@ class Span:
     def is_whole(self) -> bool:
         """True if the span is one request from its first token on: its keys are all in the step itself."""
         return len(self._context_lens) == 1 and self._context_lens[0] == self.num_queries
+
+    @cached_property
+    def sequences(self) -> Sequences:
+        """The same as a kernel wants it that reads blocks where they lie."""
+        lens = torch.tensor(self._context_lens, dtype=torch.int32)
+        starts = torch.arange(len(lens) + 1, dtype=torch.int32)
+        return Sequences(self._block_tables.int(), starts, lens, max(self._context_lens))
 
     def key_range(self, window: int | None) -> KeyRange:
         """The keys under a sliding window (None: all); computed once and kept for the other layers."""
@@ -157,7 +175,11 @@ class AttentionMetadata:
         self.spans: list[Span] = []
         block_size = 1 if cache is None else cache.kv_block_size
         slot_bytes = 0 if cache is None else max(rows.shape[1] for rows in cache.rows) * cache.dtype.itemsize
-        edges = bucket_edges(batch.context_lens[: batch.num_decodes], block_size, slot_bytes)
+        reads_blocks = cache is not None and cache.reads_blocks
+        if reads_blocks:
+            edges = [batch.num_decodes] if batch.num_decodes else []
+        else:
+            edges = bucket_edges(batch.context_lens[: batch.num_decodes], block_size, slot_bytes)
         edges += range(batch.num_decodes + 1, len(batch.context_lens) + 1)
         for first, last in zip([0, *edges], edges, strict=False):
             start, stop = batch.cu_seqlens[first], batch.cu_seqlens[last]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import store_kv_cache
+from quantkit_kernels.dispatch import choose
 
 CPU = torch.device("cpu")
 
@@ -56,6 +57,7 @@ class KVCache:
         kv_block_size: as given.
         dtype: as given.
         device: as given.
+        reads_blocks: there is a kernel of attention that reads blocks where they lie.
         rows: for each layer [blocks * kv_block_size, width]. Zeros at first: an attention weight of 0 must not meet a
             NaN.
         caches: for each layer its keys [blocks, kv_block_size, H_kv, D] and values [.., D_v], views of the rows.
@@ -84,6 +86,8 @@ class KVCache:
         self.caches: tuple[tuple[Tensor, Tensor], ...] = tuple(
             _split(blocks, shape) for blocks, shape in zip(self._blocks, shapes, strict=True)
         )
+        is_read = choose("paged_attention", device).body != "reference"
+        self.reads_blocks = is_read and not any(shape.head_dim % 8 or shape.value_dim % 8 for shape in shapes)
         self._slots = [(key.flatten(0, 1), value.flatten(0, 1)) for key, value in self.caches]
         sizes = [(num_blocks, kv_block_size, shape.num_kv_heads) for shape in shapes] if is_int8 else []
         self.scales = tuple(
@@ -101,8 +105,8 @@ class KVCache:
         store_kv_cache(key, value, *self.caches[layer], slot_mapping, key_scale, value_scale)
 
     def store_unpadded(self, layer: int, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
-        """As `store`, where every token has a slot: a fifth of the calls."""
-        if self.scales:
+        """As `store`, where every token has a slot: a fifth of the calls of torch."""
+        if self.scales or self.reads_blocks:
             return self.store(layer, key, value, slot_mapping)
         key_rows, value_rows = self._slots[layer]
         key_rows.index_copy_(0, slot_mapping, key)

@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from quantkit_kernels import native_library
+from quantkit_kernels.dispatch import choose
 from quantkit_kernels.interpreter import bfloat16_in_the_interpreter
 
 # Largest error of an output, relative to the largest output of the reference.
@@ -42,6 +44,18 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor.fill_(float("nan") if tensor.is_floating_point() else 85)
 
         monkeypatch.setattr(torch, name, spoiled)
+
+
+@pytest.fixture
+def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A machine without compiled bodies."""
+    remembered = native_library.native_library, native_library.native_blocker, choose
+    monkeypatch.setenv(native_library.SWITCH, "0")
+    for function in remembered:
+        function.cache_clear()
+    yield
+    for function in remembered:
+        function.cache_clear()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,7 @@
 """The CPU bodies of norms, rotary embedding, gates and 16-bit products against their references."""
 
 import inspect
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from quantkit_kernels import (
     cpu_half,
     dispatch,
     gelu_mul,
+    native_library,
     prepack_linear,
     reference,
     rms_norm,
@@ -18,10 +20,11 @@ from quantkit_kernels import (
     silu_mul,
 )
 from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
-from quantkit_kernels.dispatch import CPU_MODULES, DenseWeight, activation_dtype, choose
+from quantkit_kernels.cpu_native_linear import NativeHalf
+from quantkit_kernels.dispatch import CPU_MODULES, NATIVE, DenseWeight, activation_dtype, choose
 
 CPU = torch.device("cpu")
-DTYPES = [torch.float32, torch.bfloat16]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
 def random(*shape: int, seed: int = 0) -> Tensor:
@@ -34,10 +37,26 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
 
 
+@pytest.fixture(params=["torch", "native"], autouse=True)
+def bodies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """All tests with the bodies that need no compiler, and with the compiled ones."""
+    if request.param == "torch":
+        monkeypatch.setenv(native_library.SWITCH, "0")
+    remembered = native_library.native_blocker, choose, native_library.native_library
+    for function in remembered:
+        function.cache_clear()
+    blocker = native_library.native_blocker()
+    if request.param == "native" and blocker is not None:
+        pytest.skip(blocker)
+    yield request.param
+    for function in remembered:
+        function.cache_clear()
+
+
 @pytest.mark.parametrize("operation", CPU_MODULES)
-def test_a_body_has_the_signature_of_its_reference(operation: str) -> None:
+def test_a_body_has_the_signature_of_its_reference(operation: str, bodies: str) -> None:
     choice = choose(operation, CPU)
-    assert choice.body == "cpu"
+    assert choice.body == ("cpu native" if bodies == "native" and operation in NATIVE else "cpu")
     found, wanted = (inspect.signature(f).parameters for f in (choice.function, getattr(reference, operation)))
     assert list(found.values()) == list(wanted.values())
 
@@ -104,7 +123,7 @@ needs_fbgemm = pytest.mark.skipif(
 @pytest.mark.parametrize("out_features", [16, 33, 100])
 @pytest.mark.parametrize("has_bias", [False, True])
 def test_float16_products(
-    has_bias: bool, out_features: int, rows: int, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch
+    has_bias: bool, out_features: int, rows: int, bodies: str, without_bfloat16: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In one piece and in several; in float32 the weights are the very same numbers."""
     weight = random(out_features, 72).bfloat16()
@@ -114,11 +133,11 @@ def test_float16_products(
     for piece_rows in (3072, 40):
         monkeypatch.setattr(cpu_half, "PIECE_ROWS", piece_rows)
         prepared, reason = prepack_linear(weight, bias)
-        assert isinstance(prepared, CpuHalf)
+        assert isinstance(prepared, NativeHalf if bodies == "native" else CpuHalf)
         assert reason.startswith("torch.bfloat16 on a CPU with ")
         torch.testing.assert_close(prepared(x), wanted, rtol=1e-4, atol=1e-4)
         assert_near(prepared(x.bfloat16()), reference.linear(x.bfloat16(), weight, bias))
-        assert prepared.nbytes == 2 * weight.numel()
+        assert 2 * weight.numel() <= prepared.nbytes <= 2 * (out_features + 15) * 72 + 4 * out_features
 
 
 @needs_fbgemm

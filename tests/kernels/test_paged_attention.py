@@ -1,5 +1,6 @@
 """paged_attention: the reference against torch's own attention, the Triton kernels against the reference."""
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -9,12 +10,20 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import quantkit_kernels
-from quantkit_kernels import reference
+from quantkit_kernels import cpu_native, reference
+from quantkit_kernels.native_library import native_blocker
 from quantkit_kernels.paged_attention_plan import SPLIT_KEYS, configuration, is_folded, kernel_constants, split_plan
 
 pytestmark = pytest.mark.usefixtures("unwritten_is_nan")
 AssertNear = Callable[[Tensor, Tensor], None]
 Case = tuple[tuple[Tensor, ...], dict[str, Any]]
+
+
+@pytest.fixture
+def native_attention() -> Callable[..., Tensor]:
+    if native_blocker() is not None:
+        pytest.skip(str(native_blocker()))
+    return cpu_native.paged_attention
 
 
 @pytest.fixture
@@ -146,6 +155,73 @@ def test_windows_caps_and_parts(
     assert_near(triton_attention(*arguments, **options), reference.paged_attention(*arguments, **options))
 
 
+NATIVE_SHAPES = SHAPES | {
+    "several parts": ([1, 1, 2, 3], [256, 257, 600, 900], 3, 1, 64, 64, 32),
+    "blocks of 5": ([1, 4], [23, 300], 14, 2, 8, 16, 5),
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("shape", NATIVE_SHAPES)
+def test_the_compiled_body_equals_the_reference(
+    assert_near: AssertNear, native_attention: Callable[..., Tensor], shape: str, option: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("quantkit_kernels.reference.attention.BLOCK_SIZES", (5, *reference.attention.BLOCK_SIZES))
+    arguments, options = make_case(*NATIVE_SHAPES[shape], is_joint=shape.startswith("several"))
+    options |= OPTIONS[option]
+    assert_near(native_attention(*arguments, **options), reference.paged_attention(*arguments, **options))
+
+
+@pytest.mark.parametrize("is_int8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("is_wide", [False, True])
+def test_the_compiled_body_on_short_types_and_codes(
+    assert_near: AssertNear, native_attention: Callable[..., Tensor], is_wide: bool, dtype: torch.dtype, is_int8: bool
+) -> None:
+    arguments, options = make_case([40, 1], [70, 333], 4, 2, 16, 16, 16, dtype, is_int8=is_int8, is_joint=True)
+    if is_wide:
+        arguments = (arguments[0].float(), *arguments[1:])
+    assert_near(native_attention(*arguments, **options), reference.paged_attention(*arguments, **options))
+
+
+def test_the_compiled_body_gives_the_same_bits_in_any_batch_and_with_any_threads(
+    native_attention: Callable[..., Tensor],
+) -> None:
+    arguments, options = make_case([1, 1, 1], [20, 960, 400], 6, 2, 16, 16, 8)
+    query, key_cache, value_cache, tables, _, lengths = arguments
+    together = native_attention(*arguments, **options)
+    before = torch.get_num_threads()
+    try:
+        for threads, index in itertools.product((1, 3), range(3)):
+            torch.set_num_threads(threads)
+            one = slice(index, index + 1)
+            options["max_context_len"] = int(lengths[index])
+            cu_seqlens = torch.tensor([0, 1], dtype=torch.int32)
+            alone = native_attention(
+                query[one], key_cache, value_cache, tables[one], cu_seqlens, lengths[one], **options
+            )
+            assert torch.equal(alone[0], together[index])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("name", ["cu_seqlens", "context_lens", "block_tables"])
+def test_the_compiled_body_reads_nothing_outside(native_attention: Callable[..., Tensor], name: str) -> None:
+    arguments, options = make_case([1, 2], [9, 20], 2, 1, 8, 8, 8)
+    spoiled = arguments[{"block_tables": 3, "cu_seqlens": 4, "context_lens": 5}[name]]
+    for number in (-1, 1000):
+        kept, spoiled.flatten()[0] = int(spoiled.flatten()[0]), number
+        with pytest.raises(ValueError, match="cu_seqlens must rise from 0 to 3, context_lens be 0 to 20, and"):
+            native_attention(*arguments, **options)
+        spoiled.flatten()[0] = kept
+    assert native_attention(*arguments, **options).isfinite().all()
+    arguments, options = make_case([2], [9], 4, 2, 16, 16, 8, is_int8=True)
+    options["key_scale"] = options["key_scale"].repeat_interleave(2, dim=1)[:, ::2]
+    with pytest.raises(ValueError, match="key_scale or value_scale is not contiguous"):
+        native_attention(*arguments, **options)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize(("query_lens", "num_splits"), [([1, 1], 2), ([40, 1], None)])
@@ -221,7 +297,10 @@ def option(name: str, value: Any) -> Callable[[list[Tensor], dict[str, Any]], No
         (change(0, lambda t: t.double()), r"query is torch.float64 .* allowed is torch.float32 or torch.bfloat16"),
         (change(0, lambda t: t[:, :3]), r"query has 3 heads, allowed is a multiple of the 2 of keys"),
         (change(0, lambda t: t[..., :8]), r"key_cache is .*, allowed is .* \[blocks, block_size, H_kv, 8\]"),
-        (change(1, lambda t: t.bfloat16()), r"key_cache is torch.bfloat16 .* allowed is torch.float32 or torch.int8"),
+        (
+            change(1, lambda t: t.bfloat16()),
+            r"key_cache is torch.bfloat16, allowed is what value_cache is: torch.float",
+        ),
         (change(1, lambda t: t.to(torch.int8)), r"key_scale is None and key_cache torch.int8, allowed is a scale for"),
         (change(2, lambda t: t[..., :12]), r"value_cache has head_dim=12, allowed is a multiple of 8 from 8 to 256"),
         (change(2, lambda t: t[:2]), r"value_cache is .*, allowed is .* \[\d+, 8, 2, D_v\]"),

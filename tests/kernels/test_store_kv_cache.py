@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from quantkit_kernels import reference
+from quantkit_kernels import cpu_native, reference
 from quantkit_kernels import store_kv_cache as public_store_kv_cache
 from quantkit_kernels.dispatch import TRITON_MODULES, choose
+from quantkit_kernels.native_library import native_blocker
 
 Store = Callable[..., None]
 
@@ -20,6 +21,16 @@ def interpreted() -> Store:
     from quantkit_kernels.triton_store_kv_cache import store_kv_cache
 
     return store_kv_cache
+
+
+def native() -> Store:
+    if native_blocker() is not None:
+        pytest.skip(str(native_blocker()))
+    return cpu_native.store_kv_cache
+
+
+def store_of(body: str) -> Store:
+    return {"reference": lambda: reference.store_kv_cache, "triton": interpreted, "native": native}[body]()
 
 
 def make_case(
@@ -54,7 +65,7 @@ def expected(
     return key_cache, value_cache
 
 
-@pytest.mark.parametrize("body", ["reference", "triton"])
+@pytest.mark.parametrize("body", ["reference", "triton", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("is_joint", [False, True])
 @pytest.mark.parametrize(
@@ -65,7 +76,7 @@ def test_tokens_land_in_their_slots_and_nothing_else_changes(
     body: str, dtype: torch.dtype, is_joint: bool, tokens: int, heads: int, head_dim: int, value_dim: int,
     kv_block_size: int,
 ) -> None:  # fmt: skip
-    store = reference.store_kv_cache if body == "reference" else interpreted()
+    store = store_of(body)
     case = make_case(tokens, heads, head_dim, value_dim, kv_block_size, dtype, is_joint=is_joint)
     wanted = expected(*case)
     store(*case)
@@ -74,9 +85,9 @@ def test_tokens_land_in_their_slots_and_nothing_else_changes(
         assert torch.equal(cache.nan_to_num(), want.nan_to_num())
 
 
-@pytest.mark.parametrize("body", ["reference", "triton"])
+@pytest.mark.parametrize("body", ["reference", "triton", "native"])
 def test_no_token_and_only_padding_are_legal(body: str) -> None:
-    store = reference.store_kv_cache if body == "reference" else interpreted()
+    store = store_of(body)
     key, value, key_cache, value_cache, slots = make_case(4, 2, 16, 16, 8, torch.float32, is_joint=False)
     store(key[:0], value[:0], key_cache, value_cache, slots[:0])
     store(key, value, key_cache, value_cache, torch.full_like(slots, -1))
@@ -90,7 +101,7 @@ def quantized(row: Tensor) -> tuple[Tensor, float]:
     return torch.round(row.float() / torch.tensor(scale)), scale
 
 
-@pytest.mark.parametrize("body", ["reference", "triton"])
+@pytest.mark.parametrize("body", ["reference", "triton", "native"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("tokens", "heads", "head_dim", "value_dim", "kv_block_size"), [(1, 1, 16, 16, 16), (7, 3, 64, 24, 8)]
@@ -98,7 +109,7 @@ def quantized(row: Tensor) -> tuple[Tensor, float]:
 def test_codes_have_a_scale_of_their_own_for_each_token_and_head(
     body: str, dtype: torch.dtype, tokens: int, heads: int, head_dim: int, value_dim: int, kv_block_size: int
 ) -> None:
-    store = reference.store_kv_cache if body == "reference" else interpreted()
+    store = store_of(body)
     key, value, *caches, slots = make_case(tokens, heads, head_dim, value_dim, kv_block_size, dtype, is_joint=False)
     key[0, 0] = 0  # zeros have the scale 1
     codes = [torch.full_like(cache, 99, dtype=torch.int8) for cache in caches]
@@ -117,11 +128,12 @@ def test_codes_have_a_scale_of_their_own_for_each_token_and_head(
         assert int((code == 99).all(-1).sum()) == scale.numel() - written
 
 
-def test_a_slot_outside_the_cache_is_an_error_on_the_cpu() -> None:
+@pytest.mark.parametrize("body", ["reference", "native"])
+def test_a_slot_outside_the_cache_is_an_error_on_the_cpu(body: str) -> None:
     key, value, key_cache, value_cache, slots = make_case(4, 2, 16, 16, 8, torch.float32, is_joint=False)
     slots[0] = key_cache.shape[0] * 8
     with pytest.raises(IndexError):
-        reference.store_kv_cache(key, value, key_cache, value_cache, slots)
+        store_of(body)(key, value, key_cache, value_cache, slots)
 
 
 def change(index: int, function: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], None]:
@@ -131,7 +143,7 @@ def change(index: int, function: Callable[[Tensor], Tensor]) -> Callable[[list[T
     return apply
 
 
-@pytest.mark.parametrize("body", ["reference", "triton", "public"])
+@pytest.mark.parametrize("body", ["reference", "triton", "native", "public"])
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
@@ -152,7 +164,7 @@ def test_arguments_that_do_not_fit_are_refused_with_the_allowed_values(
     body: str, spoil: Callable[[list[Tensor]], None], message: str
 ) -> None:
     bodies: dict[str, Store] = {"reference": reference.store_kv_cache, "public": public_store_kv_cache}
-    store = bodies.get(body) or interpreted()
+    store = bodies.get(body) or store_of(body)
     case = list(make_case(4, 2, 16, 16, 8, torch.float32, is_joint=False))
     spoil(case)
     with pytest.raises(ValueError, match=message):
@@ -182,5 +194,7 @@ def test_every_triton_body_has_the_signature_of_its_reference(operation: str) ->
 
 def test_the_choice_says_why() -> None:
     choice = choose("store_kv_cache", torch.device("cpu"))
-    assert (choice.operation, choice.body) == ("store_kv_cache", "reference")
-    assert str(choice) == "store_kv_cache: reference (tensors are on cpu, Triton kernels need cuda)"
+    if native_blocker() is None:
+        assert str(choice) == "store_kv_cache: cpu native (tensors are on cpu, compiled for AVX2)"
+    else:
+        assert str(choice) == f"store_kv_cache: reference (tensors are on cpu; {native_blocker()})"

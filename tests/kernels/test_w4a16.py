@@ -16,6 +16,8 @@ from quantkit_kernels.cpu_linear import MIN_WIDENED_ROWS, widened_linear
 from quantkit_kernels.cpu_w4a16 import MAX_INT4_ROWS, CpuW4A16
 from quantkit_kernels.dispatch import ReferenceWeight, choose_linear
 
+pytestmark = pytest.mark.usefixtures("without_native")  # its own tests are in test_native.py
+
 # Relative to the largest output. float32: sums in another order. bfloat16: one rounding of the output (2**-9) that may
 # fall on the other side; where the dense product runs in bfloat16, also one rounding of each weight.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2**-7}

@@ -198,7 +198,8 @@ def test_the_choices_of_this_machine_are_said_in_words() -> None:
     lines = choices_text(torch.bfloat16)
     assert lines[0] == "CPU, activations in torch.bfloat16:"
     assert "  gptq_columns: reference (tensors are on cpu, Triton kernels need cuda)" in lines
-    assert sum(line.startswith("  w4a16_gemm: cpu int4pack (") for line in lines) == 1
+    bodies = ("  w4a16_gemm: cpu int4pack (", "  w4a16_gemm: cpu native int4 (")
+    assert sum(line.startswith(bodies) for line in lines) == 1
 
 
 def test_signatures_are_those_of_the_reference() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import quantkit_kernels
 from quantkit.errors import EngineError
 from quantkit.serve.attention import PROBE, Probe, paged_attention, paged_mask
 from quantkit.serve.attention_metadata import BUCKET_BYTES, AttentionMetadata, bucket_edges
@@ -15,9 +16,22 @@ from quantkit.serve.kv_cache import KVCache, KVShape
 from quantkit.serve.request import Request
 from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.scheduler import Scheduled
+from quantkit_kernels.dispatch import Choice
+from quantkit_kernels.native_library import native_blocker
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 6, 2, 16, 8
 BLOCK = 4
+
+
+@pytest.fixture(params=["gathers blocks", "reads blocks"], autouse=True)
+def decode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a decode finds its keys; the second needs a compiled body."""
+    if request.param == "gathers blocks":
+        body = Choice("paged_attention", "reference", "for a test", lambda: None)
+        monkeypatch.setattr("quantkit.serve.kv_cache.choose", lambda operation, device: body)
+    elif native_blocker() is not None:
+        pytest.skip(str(native_blocker()))
+    return str(request.param)
 
 
 class Layer(nn.Module):
@@ -147,15 +161,18 @@ def test_what_lies_in_the_null_block_and_behind_the_end_does_not_matter() -> Non
         assert torch.equal(found, want)
 
 
-def test_decodes_of_similar_length_share_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decodes_of_similar_length_share_one_call(monkeypatch: pytest.MonkeyPatch, decode: str) -> None:
     calls: list[int] = []
-    real = torch.nn.functional.scaled_dot_product_attention
+    real: Callable[..., Tensor] = torch.nn.functional.scaled_dot_product_attention
 
     def counted(query: Tensor, *arguments: Any, **options: Any) -> Tensor:
         calls.append(len(query))
         return real(query, *arguments, **options)
 
-    monkeypatch.setattr("torch.nn.functional.scaled_dot_product_attention", counted)
+    name = "torch.nn.functional.scaled_dot_product_attention"
+    if decode == "reads blocks":
+        name, real = "quantkit.serve.attention.attend_blocks", quantkit_kernels.paged_attention
+    monkeypatch.setattr(name, counted)
     Case([(length, 1) for length in range(40, 52)], scattered=True).attend()
     assert calls == [12]
 

@@ -13,7 +13,7 @@ BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
 def _check_cache(name: str, cache: Tensor, scale: Tensor | None, query: Tensor, shape: tuple[int | str, ...]) -> None:
-    dtypes = (query.dtype, torch.int8)
+    dtypes = (*(FLOATING if query.dtype == torch.float32 else (query.dtype,)), torch.int8)
     check_argument(f"{name}_cache", cache, dtypes, shape, query.device)
     if cache.shape[3] % HEAD_DIM_STEP or not HEAD_DIM_STEP <= cache.shape[3] <= MAX_HEAD_DIM:
         raise ValueError(
@@ -89,8 +89,9 @@ def paged_attention(
 
     Args:
         query: [T, H, D], unit stride along D, float32, bfloat16 or float16; D a multiple of 8 up to 256.
-        key_cache: [blocks, block_size, H_kv, D] of the type of query, or int8; H_kv divides H, and query head h reads
-            head h // (H / H_kv). block_size is a power of two from 8 to 128.
+        key_cache: [blocks, block_size, H_kv, D] of the type of query, or int8, or for float32 queries (not in Triton)
+            any floating type; H_kv divides H, and query head h reads head h // (H / H_kv). block_size is a power of
+            two from 8 to 128.
         value_cache: [blocks, block_size, H_kv, D_v], type of key_cache; D_v a multiple of 8 up to 256.
         block_tables: [S, B] int32: where the blocks of a sequence lie; entries behind its last block are not read.
         cu_seqlens: [S + 1] int32: sequence s has the queries cu_seqlens[s] to cu_seqlens[s + 1]; the first number is

@@ -61,14 +61,16 @@ class Attention:
         """[T, K] from [T, K]."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
         qkv = self._qkv(x).unflatten(1, (-1, self._head_dim))
-        query, key, value = qkv.split((heads, kv_heads, kv_heads), dim=1)
+        both = heads + kv_heads
+        query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
         if self._head_norms is not None:
             for part, weight in zip((query, key), self._head_norms, strict=True):
                 part.copy_(rms_norm(part.reshape(-1, self._head_dim), weight, self._eps).view(part.shape))
         if self._rope is not None:
             rotary_embedding(query, key, *turns[self._rope])
         if self._dtype != qkv.dtype:
-            key, value = qkv[:, heads:].to(self._dtype).split((kv_heads, kv_heads), dim=1)
+            narrow = qkv[:, heads:].to(self._dtype)
+            key, value = narrow[:, :kv_heads], narrow[:, kv_heads:]
         return self._output(attend(query, key, value, self._layer, metadata).flatten(1))
 
 

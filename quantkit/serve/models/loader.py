@@ -139,7 +139,9 @@ def _adapt(model: Any, reader: LinearReader, dtype: torch.dtype) -> list[str]:
 
 def _kernels(bodies: Counter[tuple[str, str, str]], device: torch.device) -> list[str]:
     lines = [f"{operation}: {body} in {n} layers ({why})" for (operation, body, why), n in sorted(bodies.items())]
-    return [str(choose("store_kv_cache", device)), *lines]
+    attention = choose("paged_attention", device)
+    is_read = device.type == "cpu" and attention.body != "reference" and not runs_triton(device)
+    return [str(choose("store_kv_cache", device)), *([str(attention)] if is_read else []), *lines]
 
 
 def _scheme(reader: LinearReader, dtype: torch.dtype) -> str:
