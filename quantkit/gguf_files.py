@@ -161,6 +161,7 @@ def _write(
         split_bytes=output.split_size or 0,
         overwrite=True,
         provenance={"recipe": recipe.text, "recipe_sha256": recipe.sha256},
+        with_manifest=False,
         progress=progress,
     )
     files = {entry["name"]: entry["sha256"] for entry in record["files"]}

@@ -8,6 +8,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,32 @@ def file_sha256(path: Path) -> str:
         while chunk := file.read(HASH_CHUNK_BYTES):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class GgufFacts:
+    """What a .gguf file says of itself and its folder no longer does.
+
+    Attributes:
+        types: of its tensors, such as ``F16``.
+        pretokenizer: llama.cpp's name.
+    """
+
+    types: frozenset[str]
+    pretokenizer: str | None
+
+
+def read_gguf_facts(path: Path) -> GgufFacts:
+    """The facts of a .gguf file that was converted, with its other parts.
+
+    Args:
+        path: as for :func:`convert_gguf`.
+    """
+    from quantkit.export_gguf.output_file import all_parts  # that package reads models, and so this module
+
+    headers = [read_gguf_header(part) for part in all_parts(path)]
+    types = frozenset(tensor.type_name for header in headers for tensor in header.tensors)
+    return GgufFacts(types, headers[0].metadata.get("tokenizer.ggml.pre"))
 
 
 def convert_gguf(path: Path) -> Path:

@@ -27,7 +27,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from quantkit import experts
 from quantkit.errors import SourceError
 from quantkit.formats.safetensors_file import TensorSlot
-from quantkit.gguf_source import convert_gguf, file_sha256
+from quantkit.gguf_source import GgufFacts, convert_gguf, file_sha256, read_gguf_facts
 from quantkit.model_folder import TOKENIZER_FILES, first_line, load_config, read_shards, side_files
 from quantkit.skeleton import WeightMap, build_skeleton, code_tensors
 
@@ -66,6 +66,7 @@ class ModelSource:
         tensors: every tensor in the weight files, from their headers.
         quantization: quantization_config of config.json; None for an ordinary model.
         file_bytes: of a .gguf file as it was given; None for the other kinds.
+        gguf: what a .gguf file said of itself; None for the other kinds.
     """
 
     def __init__(
@@ -75,12 +76,14 @@ class ModelSource:
         folder: Path,
         revision: str | None = None,
         file_bytes: int | None = None,
+        gguf: GgufFacts | None = None,
     ) -> None:
         self.name = name
         self.kind = kind
         self.folder = folder
         self.revision = revision
         self.file_bytes = file_bytes
+        self.gguf = gguf
         self.config: PretrainedConfig
         self.config, raw = load_config(folder)
         self.quantization: dict[str, Any] | None = raw.get("quantization_config")
@@ -240,7 +243,9 @@ def open_source(model: str | Path, *, revision: str | None = None) -> ModelSourc
     if path.suffix == ".gguf":
         if not path.is_file():
             raise SourceError(f"no such file: {path}")
-        return ModelSource(path.name, "gguf", convert_gguf(path.resolve()), file_bytes=path.stat().st_size)
+        folder = convert_gguf(path.resolve())
+        facts = read_gguf_facts(path.resolve())
+        return ModelSource(path.name, "gguf", folder, file_bytes=path.stat().st_size, gguf=facts)
     if path.is_dir():
         return ModelSource(path.resolve().name, "folder", path.resolve())
     if path.exists():

@@ -78,7 +78,9 @@ def allocate_types(
     picked = pick(choices, budget)
     types = plan.types | {name: choice.type_name for name, choice in picked.items()}
     loss = sum(choice.loss for choice in picked.values())
-    return types, f"types chosen for {target_bpw:g} bits a weight; expected KL divergence {loss:.3g} nats"
+    note = f"types chosen for {target_bpw:g} bits a weight; expected KL divergence {loss:.3g} nats"
+    kept = sum(kind in BLOCK_TYPES for name, kind in plan.types.items() if name not in sensitivity)
+    return types, f"{note}; {kept} tensors were not measured and keep their type" if kept else note
 
 
 def _choices(

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.architectures import DecoderBlocks, find_decoder_blocks
+from quantkit.architectures import find_decoder_blocks
 from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
 from quantkit.calibration.dataset import CalibrationSet, build_calibration
 from quantkit.calibration.sources import BUILTIN
-from quantkit.calibration.staged_block import BlockBatch, StagedBlock
+from quantkit.calibration.staged_block import StagedBlock
 from quantkit.calibration.statistics import InputStatistics, Wanted
+from quantkit.experts import LinearExperts, fused_weight, is_fused, why_not_linear
 from quantkit.export_gguf.plan import ExportPlan
 from quantkit.export_gguf.tensors import ExportTensor
 from quantkit.formats.gguf.block_types import BLOCK_TYPES
@@ -67,63 +68,98 @@ def calibration_windows(source: ModelSource, text: str, num_tokens: int) -> Cali
     return build_calibration(Calibration(sources=sources, num_tokens=num_tokens, window_tokens=window), source)
 
 
-def run_blocks(plan: ExportPlan, windows: CalibrationSet) -> Iterator[CalibratedBlock]:
-    """Each block in turn, its weights in float32; the caller goes through its stages before it asks for the next.
+class BlockRun:
+    """A model on its way through the windows: block after block, and then the output matrix.
+
+    It is a skeleton of its own, as the plan's is read tensor by tensor meanwhile.
 
     Args:
         plan: says which tensors hold codes.
         windows: the tokens.
+
+    Raises:
+        SourceError: a weight is not finite.
     """
-    model, decoder, batches = _enter(plan, windows)
-    yield from _run_blocks(plan, model, decoder, batches)
+
+    def __init__(self, plan: ExportPlan, windows: CalibrationSet) -> None:
+        self._plan, source = plan, plan.source
+        self._model = source.skeleton(use_linear_experts=True)
+        self._decoder = find_decoder_blocks(self._model, source.config.model_type)
+        self._read_outside()
+        refuse_broken_weights(source, self._model)
+        self._batches = enter_blocks(self._model, self._decoder, windows.batches(BATCH_TOKENS))
+        forget_outside(self._model, self._decoder)
+
+    def _read_outside(self) -> None:
+        for name in self._model.state_dict():
+            if not name.startswith(f"{self._decoder.name}."):
+                self._plan.source.materialize(self._model, prefix=name, dtype=torch.float32)
+
+    def blocks(self) -> Iterator[CalibratedBlock]:
+        """Each block in turn, weights in float32; the caller goes through its stages before it asks for the next."""
+        types = self._plan.types
+        coded = {
+            (tensor.parameter, tensor.part): tensor
+            for tensor in self._plan.tensors
+            if types[tensor.name] in BLOCK_TYPES
+        }
+        for index, block in enumerate(self._decoder.blocks):
+            prefix = f"{self._decoder.name}.{index}"
+            self._plan.source.materialize(self._model, prefix=prefix, dtype=torch.float32)
+            refuse_broken_weights(self._plan.source, self._model, prefix)
+            _open_fused_experts(block)
+            linears: dict[str, nn.Linear] = {}
+            tensors: dict[str, ExportTensor] = {}
+            numbers: dict[str, int] = {}
+            for name, module in block.named_modules():
+                if not isinstance(module, nn.Linear):
+                    continue
+                place: tuple[str, int | None] = (f"{prefix}.{name}.weight", None)
+                if match := _EXPERT.fullmatch(name):
+                    parameter, part = _PARTS[match[3]]
+                    place = (f"{prefix}.{match[1]}.{parameter}", part)
+                if place in coded:
+                    linears[name], tensors[name] = module, coded[place]
+                    if match:
+                        numbers[name] = int(match[2])
+            staged = StagedBlock(block, index, linears, self._batches, _HOWEVER_FEW)
+            yield CalibratedBlock(staged, linears, tensors, numbers)
+            staged.finish()
+            forget_weights([block])
+
+    def head(self) -> tuple[Tensor, Tensor] | None:
+        """[V, K] float32 output matrix and [K] mean square of its inputs, which have left the last block.
+
+        None if it holds no codes of its own. The model is of no use afterwards.
+        """
+        if self._plan.types.get("output.weight") not in BLOCK_TYPES:
+            return None
+        self._read_outside()
+        head: Any = self._model.get_output_embeddings()  # type: ignore[operator]
+        statistics = InputStatistics(head.in_features, _COLUMNS)
+        inputs = nn.Identity()
+        self._model.set_output_embeddings(inputs)  # type: ignore[operator]
+        for batch in self._batches:
+            seen = partial(_count, statistics, batch.token_mask)
+            handle = inputs.register_forward_pre_hook(seen)
+            no_ids = torch.zeros(batch.hidden.shape[:2], dtype=torch.int64)
+            leave_blocks(self._model, self._decoder, no_ids, batch.hidden)
+            handle.remove()
+        return head.weight.detach(), statistics.mean_square
 
 
-def _enter(plan: ExportPlan, windows: CalibrationSet) -> tuple[nn.Module, DecoderBlocks, list[BlockBatch]]:
-    """A skeleton of its own, as the plan's is read tensor by tensor meanwhile, and the windows at its first block."""
-    source = plan.source
-    model = source.skeleton(use_linear_experts=True)
-    decoder = find_decoder_blocks(model, source.config.model_type)
-    _read_outside(source, model, decoder)
-    refuse_broken_weights(source, model)
-    batches = enter_blocks(model, decoder, windows.batches(BATCH_TOKENS))
-    forget_outside(model, decoder)
-    return model, decoder, batches
-
-
-def _read_outside(source: ModelSource, model: nn.Module, decoder: DecoderBlocks) -> None:
-    for name in model.state_dict():
-        if not name.startswith(f"{decoder.name}."):
-            source.materialize(model, prefix=name, dtype=torch.float32)
-
-
-def _run_blocks(
-    plan: ExportPlan, model: nn.Module, decoder: DecoderBlocks, batches: list[BlockBatch]
-) -> Iterator[CalibratedBlock]:
-    coded = {
-        (tensor.parameter, tensor.part): tensor for tensor in plan.tensors if plan.types[tensor.name] in BLOCK_TYPES
-    }
-    for index, block in enumerate(decoder.blocks):
-        prefix = f"{decoder.name}.{index}"
-        plan.source.materialize(model, prefix=prefix, dtype=torch.float32)
-        refuse_broken_weights(plan.source, model, prefix)
-        linears: dict[str, nn.Linear] = {}
-        tensors: dict[str, ExportTensor] = {}
-        numbers: dict[str, int] = {}
-        for name, module in block.named_modules():
-            if not isinstance(module, nn.Linear):
-                continue
-            place: tuple[str, int | None] = (f"{prefix}.{name}.weight", None)
-            if match := _EXPERT.fullmatch(name):
-                parameter, part = _PARTS[match[3]]
-                place = (f"{prefix}.{match[1]}.{parameter}", part)
-            if place in coded:
-                linears[name], tensors[name] = module, coded[place]
-                if match:
-                    numbers[name] = int(match[2])
-        staged = StagedBlock(block, index, linears, batches, _HOWEVER_FEW)
-        yield CalibratedBlock(staged, linears, tensors, numbers)
-        staged.finish()
-        forget_weights([block])
+def _open_fused_experts(block: nn.Module) -> None:
+    """Experts that are stored as one tensor, in place of which come linear layers that are views of it."""
+    for name, fused in list(block.named_modules()):
+        if not is_fused(fused) or why_not_linear(fused) is not None:
+            continue
+        opened = LinearExperts(fused, {})
+        for layer, module in opened.named_modules():
+            if isinstance(module, nn.Linear):
+                number, _, leaf = layer.partition(".")
+                module.weight = nn.Parameter(fused_weight(fused, int(number), leaf), requires_grad=False)
+        parent, _, leaf = name.rpartition(".")
+        setattr(block.get_submodule(parent), leaf, opened)
 
 
 def measure_importance(
@@ -151,15 +187,14 @@ def collect_importance(plan: ExportPlan, windows: CalibrationSet) -> Iterator[di
         GGUF name -> [K] float32, for experts [E, K] over the tokens that are routed to each; 0 without any. With the
         last block comes the output matrix.
     """
-    model, decoder, batches = _enter(plan, windows)
+    run = BlockRun(plan, windows)
     importance: dict[str, Tensor] = {}
-    for block in _run_blocks(plan, model, decoder, batches):
+    for block in run.blocks():
         if importance:
             yield importance
         importance = _block_importance(block)
-    if plan.types.get("output.weight") in BLOCK_TYPES:
-        _read_outside(plan.source, model, decoder)
-        importance["output.weight"] = _head_importance(model, decoder, batches)
+    if (head := run.head()) is not None:
+        importance["output.weight"] = head[1]
     yield importance
 
 
@@ -176,20 +211,6 @@ def _block_importance(block: CalibratedBlock) -> dict[str, Tensor]:
                 experts[number] = mean_square
         block.staged.solved(stage)
     return importance
-
-
-def _head_importance(model: nn.Module, decoder: DecoderBlocks, batches: list[BlockBatch]) -> Tensor:
-    """[K] mean square of the inputs of the output matrix, which itself is not computed."""
-    head: Any = model.get_output_embeddings()  # type: ignore[operator]
-    statistics = InputStatistics(head.in_features, _COLUMNS)
-    inputs = nn.Identity()
-    model.set_output_embeddings(inputs)  # type: ignore[operator]
-    for batch in batches:
-        seen = partial(_count, statistics, batch.token_mask)
-        handle = inputs.register_forward_pre_hook(seen)
-        leave_blocks(model, decoder, torch.zeros(batch.hidden.shape[:2], dtype=torch.int64), batch.hidden)
-        handle.remove()
-    return statistics.mean_square
 
 
 def _count(statistics: InputStatistics, token_mask: Tensor, _: nn.Module, args: tuple[Tensor, ...]) -> None:

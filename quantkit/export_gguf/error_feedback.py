@@ -12,7 +12,7 @@ from quantkit.algorithms.gptq import output_error
 from quantkit.calibration.dataset import CalibrationSet
 from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import QuantizationError
-from quantkit.export_gguf.calibrated_blocks import CalibratedBlock, run_blocks
+from quantkit.export_gguf.calibrated_blocks import BlockRun, CalibratedBlock
 from quantkit.export_gguf.plan import ExportPlan
 from quantkit.formats.gguf.block_types import BLOCK_TYPES, BlockType
 from quantkit.formats.gguf.blocks import encode_rows, fit_grid
@@ -34,12 +34,14 @@ def solve_blocks(plan: ExportPlan, windows: CalibrationSet) -> Iterator[dict[str
         windows: the calibration tokens.
 
     Yields:
-        GGUF name -> [N, bytes] uint8 (experts [E, N, bytes]), a block at a time.
+        GGUF name -> [N, bytes] uint8 (experts [E, N, bytes]), a block at a time; at last the output matrix, if it holds
+        codes, rounded by the importance of its inputs alone.
 
     Raises:
         QuantizationError: a layer cannot be solved; the message names it.
     """
-    for block in run_blocks(plan, windows):
+    run = BlockRun(plan, windows)
+    for block in run.blocks():
         solved: dict[str, Tensor] = {}
         experts: dict[str, dict[int, Tensor]] = {}
         few: dict[str, int] = {}
@@ -62,6 +64,9 @@ def solve_blocks(plan: ExportPlan, windows: CalibrationSet) -> Iterator[dict[str
                 words = "%s: %d of %d experts see fewer tokens than columns: rounded without error feedback"
                 logger.warning(words, name, count, len(experts[name]))
         yield solved | {name: torch.stack([by[i] for i in range(len(by))]) for name, by in experts.items()}
+    if (head := run.head()) is not None:
+        weight, importance = head
+        yield {"output.weight": encode_rows(weight, plan.types["output.weight"], importance)}
 
 
 def _solve_layer(block: CalibratedBlock, name: str, statistics: InputStatistics, type_name: str) -> Tensor:

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,15 @@ import torch
 from gguf import GGUFWriter
 from torch import Tensor
 
-from quantkit import __version__
 from quantkit.errors import QuantizationError
-from quantkit.export_gguf.metadata import add_hyperparameters
-from quantkit.export_gguf.mixes import file_type_number
-from quantkit.export_gguf.output_file import open_output, written_files
+from quantkit.export_gguf.file_record import write_manifest
+from quantkit.export_gguf.header import WEIGHTED_KEY, add_header
+from quantkit.export_gguf.output_file import open_output
 from quantkit.export_gguf.plan import ExportPlan, make_export_plan, tensor_bytes, usable_importance_of
 from quantkit.export_gguf.tensors import ExportTensor, ParameterReader
-from quantkit.export_gguf.tokenizer import add_tokenizer
+from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.formats.gguf.blocks import encode_rows
-from quantkit.gguf_source import CONFIG_KEY, file_sha256
-from quantkit.model_folder import read_json
+from quantkit.gguf_source import file_sha256
 from quantkit.source import ModelSource
 
 Progress = Callable[[str, int, int], None]
@@ -41,7 +39,7 @@ def export_gguf(
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Write a model as GGUF.
+    """Write a model as GGUF, with its manifest beside it.
 
     Args:
         source: the model, in its original weights.
@@ -79,6 +77,9 @@ def write_plan(
     split_bytes: int = 0,
     overwrite: bool = False,
     provenance: Mapping[str, str] | None = None,
+    calibration: Mapping[str, Any] | None = None,
+    notes: Sequence[str] = (),
+    with_manifest: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Write a planned file; see :func:`export_gguf`.
@@ -87,36 +88,60 @@ def write_plan(
         plan: of the file.
         path: of the file.
         importance: as there.
-        solved_blocks: gives, decoder block by decoder block, the bytes of tensors that are solved already.
+        solved_blocks: gives, decoder block by decoder block, the bytes of tensors that are solved already; the output
+            matrix comes after them.
         split_bytes: as there.
         overwrite: as there.
         provenance: more keys under ``quantkit.*`` and their values.
+        calibration: record of the tokens, for the record.
+        notes: on how the plan was made, for the record.
+        with_manifest: write NAME.quantkit.json too; a recipe writes its own.
         progress: as there.
     """
     started = time.perf_counter()
-    report = progress or (lambda stage, done, total: None)
     weights = usable_importance_of(plan, importance or {})
     encoder = _Encoder(plan, weights, solved_blocks)
-    with open_output(path, plan.family.name, split_bytes=split_bytes, overwrite=overwrite) as writer:
-        notes = _add_metadata(writer, plan)
+    with open_output(path, plan.family.name, split_bytes=split_bytes, overwrite=overwrite) as (writer, folder):
+        said = add_header(writer, plan)
+        writer.add_bool(WEIGHTED_KEY, encoder.is_weighted)
         for key, text in (provenance or {}).items():
             writer.add_string(f"quantkit.{key}", text)
-        for name, value in plan.rope.items():
-            writer.add_tensor_info(name, value.shape, np.dtype(np.float32), value.numel() * 4)
-        for tensor in plan.tensors:
-            kind = gguf.GGMLQuantizationType[plan.types[tensor.name]]
-            size = tensor_bytes(tensor.shape, plan.types[tensor.name])
-            writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for value in plan.rope.values():
-            writer.write_tensor_data(value.numpy())
-        for done, tensor in enumerate(plan.tensors, start=1):
-            writer.write_tensor_data(encoder.encode(tensor).numpy())
-            report("export", done, len(plan.tensors))
+        _write_tensors(writer, plan, encoder, progress or (lambda stage, done, total: None))
+        writer.close()
+        record = _record(plan, folder) | {
+            "importance_entries": len(weights),
+            "error_feedback": solved_blocks is not None,
+            "notes": [*said, *_unseen_experts(weights), *encoder.notes(), *notes],
+            "calibration": calibration,
+            "seconds": round(time.perf_counter() - started, 2),
+        }
+        if with_manifest:
+            write_manifest(folder / path.name, plan.source, record)
+    return record
+
+
+def _write_tensors(writer: GGUFWriter, plan: ExportPlan, encoder: "_Encoder", progress: Progress) -> None:
+    for name, value in plan.rope.items():
+        writer.add_tensor_info(name, value.shape, np.dtype(np.float32), value.numel() * 4)
+    for tensor in plan.tensors:
+        kind = gguf.GGMLQuantizationType[plan.types[tensor.name]]
+        size = tensor_bytes(tensor.shape, plan.types[tensor.name])
+        writer.add_tensor_info(tensor.name, tensor.shape, np.dtype(np.float32), size, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_ti_data_to_file()
+    for value in plan.rope.values():
+        writer.write_tensor_data(value.numpy())
+    for done, tensor in enumerate(plan.tensors, start=1):
+        writer.write_tensor_data(encoder.encode(tensor).numpy())
+        progress("export", done, len(plan.tensors))
+
+
+def _record(plan: ExportPlan, folder: Path) -> dict[str, Any]:
+    """What the plan says, and the files that lie in the folder."""
     files = [
-        {"name": file.name, "bytes": file.stat().st_size, "sha256": file_sha256(file)} for file in written_files(path)
+        {"name": file.name, "bytes": file.stat().st_size, "sha256": file_sha256(file)}
+        for file in sorted(folder.iterdir())
     ]
     return {
         "format": "gguf",
@@ -129,10 +154,6 @@ def write_plan(
         "bits_per_weight": plan.bits_per_weight,
         "types": dict(Counter(plan.types.values())),
         "tensors": dict(plan.types),
-        "importance_entries": len(weights),
-        "error_feedback": solved_blocks is not None,
-        "notes": notes + _unseen_experts(weights),
-        "seconds": round(time.perf_counter() - started, 2),
     }
 
 
@@ -154,6 +175,19 @@ class _Encoder:
         self._reader = ParameterReader(plan.source, plan.model)
         self._solved_blocks = solved_blocks
         self._block, self._solved = "", dict[str, Tensor]()
+        self._alike: list[str] = []
+
+    @property
+    def is_weighted(self) -> bool:
+        """Whether importance or error feedback has a say."""
+        return bool(self._importance) or self._solved_blocks is not None
+
+    def notes(self) -> list[str]:
+        """A line on the tensors, if there are any, of which nothing was measured while it was of others."""
+        if not self._alike or not self.is_weighted:
+            return []
+        more = f" and {len(self._alike) - 1} more" if len(self._alike) > 1 else ""
+        return [f"nothing was measured of {self._alike[0]}{more}: all columns count the same"]
 
     def encode(self, tensor: ExportTensor) -> Tensor:
         """Its bytes.
@@ -161,13 +195,15 @@ class _Encoder:
         Raises:
             QuantizationError: it does not fit its type; the message names it.
         """
-        block = ".".join(tensor.name.split(".")[:2]) if tensor.name.startswith("blk.") else ""
+        block = ".".join(tensor.name.split(".")[:2]) if tensor.name.startswith(("blk.", "output.")) else ""
         if block and block != self._block and self._solved_blocks is not None:
-            self._block, self._solved = block, dict(next(self._solved_blocks))
+            self._block, self._solved = block, dict(next(self._solved_blocks, {}))
         if tensor.name in self._solved:
             return self._solved.pop(tensor.name)
         value, type_name = self._reader.read(tensor), self._plan.types[tensor.name]
         importance = self._importance.get(tensor.name)
+        if importance is None and type_name in BLOCK_TYPES:
+            self._alike.append(tensor.name)
         try:
             if value.dim() == 3 and importance is not None:
                 experts = zip(value, importance, strict=True)
@@ -175,30 +211,3 @@ class _Encoder:
             return encode_rows(value, type_name, importance)
         except QuantizationError as error:
             raise QuantizationError(f"{tensor.name}: {error}") from error
-
-
-def _add_metadata(writer: GGUFWriter, plan: ExportPlan) -> list[str]:
-    """Everything before the tensors. Returns notes."""
-    source, config = plan.source, plan.source.config
-    writer.add_type("model")
-    writer.add_name(source.name)
-    writer.add_file_type(file_type_number(plan.file_type))
-    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    notes = add_hyperparameters(writer, config, plan.family)
-    tokenizer = source.tokenizer()
-    add_tokenizer(writer, tokenizer, plan.vocabulary, _end_tokens(source))
-    writer.add_string("quantkit.version", __version__)
-    writer.add_string(CONFIG_KEY, (source.folder / "config.json").read_text(encoding="utf-8"))
-    writer.add_string("quantkit.source", source.name)
-    writer.add_string("quantkit.source_fingerprint", source.fingerprint())
-    if source.revision:
-        writer.add_string("quantkit.source_revision", source.revision)
-    return notes + plan.vocabulary.notes
-
-
-def _end_tokens(source: ModelSource) -> list[int]:
-    """Every token at which a generation ends, by generation_config.json, else by config.json."""
-    path = source.folder / "generation_config.json"
-    value = read_json(path).get("eos_token_id") if path.is_file() else None
-    value = getattr(source.config, "eos_token_id", None) if value is None else value
-    return [int(token) for token in (value if isinstance(value, list) else [] if value is None else [value])]

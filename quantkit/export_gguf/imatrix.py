@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quantkit.errors import CheckpointError, SourceError, UsageError
+from quantkit.export_gguf.output_file import why
 from quantkit.formats.gguf.header import GgufHeaderError, read_gguf_header
 
 SUM, COUNT = ".in_sum2", ".counts"
@@ -128,7 +129,7 @@ def write_imatrix(path: Path, matrix: ImportanceMatrix, *, chunk_tokens: int) ->
             _write_gguf(partial, matrix, chunk_tokens)
         partial.replace(path)
     except OSError as error:
-        raise CheckpointError(f"cannot write {path}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot write {path}: {why(error)}") from error
     finally:
         if partial.exists():
             partial.unlink()
@@ -157,7 +158,9 @@ def _write_gguf(path: Path, matrix: ImportanceMatrix, chunk_tokens: int) -> None
         count = np.full((len(rows), 1), max(matrix.chunks, 1), np.float32)
         writer.add_tensor(name + SUM, rows * count)
         writer.add_tensor(name + COUNT, count)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+    finally:
+        writer.close()

@@ -7,6 +7,7 @@ Source: llama_tensor_get_type_impl and tensor_type_fallback of llama.cpp's llama
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ BASE_TYPES = {
 }
 FILE_TYPES = tuple(BASE_TYPES)
 SMALLER_BLOCKS = {"Q2_K": "Q4_0", "Q3_K": "Q4_0", "Q4_K": "Q5_0", "Q5_K": "Q5_1", "Q6_K": "Q8_0", "IQ4_XS": "IQ4_NL"}
+_MOSTLY = "mostly "
+_GUESSES = {"Q3_K": "Q3_K_M", "Q4_K": "Q4_K_M", "Q5_K": "Q5_K_M"}  # of llama.cpp, for want of a type's own number
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.weight")
 _NEVER_QUANTIZED = re.compile(r".*(norm|ffn_gate_inp|ffn_gate_inp_shexp)\.weight|rope_.*|.*\.bias")
 
@@ -60,8 +63,26 @@ def check_file_type(name: str) -> str:
 
 
 def file_type_number(name: str) -> int:
-    """llama.cpp's number of a file type, for general.file_type."""
+    """llama.cpp's number of a file type, or of :func:`most_frequent`, for general.file_type."""
+    if name.startswith(_MOSTLY):
+        kind = name.removeprefix(_MOSTLY)
+        return file_type_number(_GUESSES.get(kind, kind)) | int(LlamaFileType.GUESSED)
     return int(LlamaFileType["ALL_F32" if name == "F32" else f"MOSTLY_{name}"])
+
+
+def most_frequent(types: Mapping[str, str]) -> str:
+    """A label such as ``mostly Q4_K`` for types that are no named mix: the type of most tensors.
+
+    llama.cpp calls files without a label so, among types that are not F32, and marks that as its guess.
+    """
+    counts = Counter(kind for kind in types.values() if kind != "F32")
+    return f"{_MOSTLY}{counts.most_common(1)[0][0]}" if counts else "F32"
+
+
+def is_mix(types: Mapping[str, str], by_rules: Mapping[str, str]) -> bool:
+    """Whether types are still the named mix that the rules give: with exceptions, which are fewer than the rest."""
+    quantized = [name for name, kind in by_rules.items() if kind != "F32" or types[name] != "F32"]
+    return 2 * sum(types[name] == by_rules[name] for name in quantized) >= len(quantized)
 
 
 def is_quantizable(name: str, shape: tuple[int, ...]) -> bool:

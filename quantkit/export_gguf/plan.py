@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from quantkit.errors import UsageError
 from quantkit.export_gguf.families import GgufFamily, find_family
 from quantkit.export_gguf.metadata import rope_tensors
-from quantkit.export_gguf.mixes import MixFacts, check_file_type, choose_types
+from quantkit.export_gguf.mixes import MixFacts, check_file_type, choose_types, is_mix, most_frequent
+from quantkit.export_gguf.pretokenizer import check_pretokenizer
 from quantkit.export_gguf.tensors import ExportTensor, list_tensors
 from quantkit.export_gguf.tokenizer import Vocabulary, read_vocabulary
-from quantkit.formats.gguf.block_types import bits_per_weight
+from quantkit.formats.gguf.block_types import PLAIN_TYPES, bits_per_weight
 from quantkit.source import ModelSource
 
 LLAMA_70B_BLOCKS = 80
@@ -28,11 +29,12 @@ class ExportPlan:
         source: the model.
         model: its skeleton.
         family: what llama.cpp calls it.
-        file_type: named type, whose rules gave ``types``.
+        file_type: named type, whose rules gave ``types``; ``mostly Q4_K`` where they were chosen otherwise.
         tensors: in file order.
         types: by GGUF name.
         rope: tensors of rotary factors, which no parameter holds.
         vocabulary: of the tokenizer.
+        named_pretokenizer: llama.cpp's name of the pre-tokenizer, if a user or a .gguf source gave it.
     """
 
     source: ModelSource
@@ -43,6 +45,7 @@ class ExportPlan:
     types: dict[str, str]
     rope: dict[str, Tensor]
     vocabulary: Vocabulary
+    named_pretokenizer: str | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -71,7 +74,7 @@ def make_export_plan(
     """Decide the type of every tensor, and refuse what cannot be written.
 
     Args:
-        source: an ordinary model, not a quantized one.
+        source: an ordinary model, or a .gguf of floats; no quantized one.
         file_type: such as ``Q4_K_M``.
         has_importance: whether an importance matrix will be there; some rules ask.
         overrides: (regular expression of a GGUF name, type), the first that matches wins.
@@ -82,16 +85,34 @@ def make_export_plan(
         SourceError: the model is broken.
     """
     check_file_type(file_type)
-    if source.quantization is not None:
-        raise UsageError(f"{source.name} is quantized already", fix="Export from the original weights")
+    _refuse_codes(source)
+    if pretokenizer is None and source.gguf is not None:
+        pretokenizer = source.gguf.pretokenizer  # what transformers makes of a .gguf cuts text in one way always
+    named = check_pretokenizer(pretokenizer) if pretokenizer is not None else None
     family = find_family(source.config.model_type)
     model = source.skeleton()
     tensors = list_tensors(model, family)
     shapes = {tensor.name: tensor.shape for tensor in tensors}
     rows = shapes["token_embd.weight"][0]
-    vocabulary = read_vocabulary(source.tokenizer(), source.folder, rows, pretokenizer)
-    types = choose_types(shapes, file_type, _facts(source.config, shapes, has_importance), overrides)
-    return ExportPlan(source, model, family, file_type, tensors, types, rope_tensors(source.config), vocabulary)
+    own = source.gguf is None
+    vocabulary = read_vocabulary(source.tokenizer(), source.folder, rows, named, has_own_files=own)
+    facts = _facts(source.config, shapes, has_importance)
+    types = choose_types(shapes, file_type, facts, overrides)
+    label = file_type if is_mix(types, choose_types(shapes, file_type, facts)) else most_frequent(types)
+    rope = rope_tensors(source.config)
+    return ExportPlan(source, model, family, label, tensors, types, rope, vocabulary, named)
+
+
+def _refuse_codes(source: ModelSource) -> None:
+    """Codes of codes would add their errors.
+
+    Raises:
+        UsageError: the model's weights are codes already.
+    """
+    codes = sorted(source.gguf.types - set(PLAIN_TYPES)) if source.gguf else []
+    if source.quantization is not None or codes:
+        how = f" ({', '.join(codes)})" if codes else ""
+        raise UsageError(f"{source.name} is quantized already{how}", fix="Give the original model")
 
 
 def _facts(config: Any, shapes: Mapping[str, tuple[int, ...]], has_importance: bool) -> MixFacts:

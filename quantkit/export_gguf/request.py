@@ -15,6 +15,7 @@ from quantkit.export_gguf.calibrated_blocks import calibration_windows, measure_
 from quantkit.export_gguf.error_feedback import solve_blocks
 from quantkit.export_gguf.export import write_plan
 from quantkit.export_gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
+from quantkit.export_gguf.mixes import most_frequent
 from quantkit.export_gguf.plan import ExportPlan, make_export_plan
 from quantkit.source import open_source
 
@@ -91,7 +92,8 @@ def run_export(request: ExportRequest, progress: Progress | None = None) -> dict
         windows = calibration_windows(source, request.calibration, request.tokens)
         if not request.error_feedback or request.target_bpw or request.save_imatrix:
             importance = measure_importance(plan, windows, progress)
-            _save(request, importance, windows)
+            if request.save_imatrix is not None:
+                importance = _save(request.save_imatrix, importance, windows)
     return write_calibrated(
         plan,
         request.path,
@@ -118,6 +120,7 @@ def write_calibrated(
     split_bytes: int = 0,
     overwrite: bool = False,
     provenance: Mapping[str, str] | None = None,
+    with_manifest: bool = True,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
     """Choose types if a size is given, solve if feedback is asked for, and write.
@@ -133,6 +136,7 @@ def write_calibrated(
         split_bytes: largest part; 0 for one file.
         overwrite: replace a file that is there.
         provenance: written into the file under ``quantkit.*``.
+        with_manifest: write NAME.quantkit.json too.
         progress: is called with (stage, done, total).
 
     Returns:
@@ -142,8 +146,8 @@ def write_calibrated(
     if target_bpw is not None:
         assert windows is not None, "types are chosen on calibration windows"
         types, note = allocate_types(plan, importance, windows, target_bpw, pinned=overrides)
-        plan, notes = replace(plan, types=types), [note]
-    record = write_plan(
+        plan, notes = replace(plan, types=types, file_type=most_frequent(types)), [note]
+    return write_plan(
         plan,
         path,
         importance=importance,
@@ -151,15 +155,16 @@ def write_calibrated(
         split_bytes=split_bytes,
         overwrite=overwrite,
         provenance=provenance,
+        calibration=windows.to_record() if windows is not None else None,
+        notes=notes,
+        with_manifest=with_manifest,
         progress=progress,
     )
-    record["notes"] += notes
-    record["calibration"] = windows.to_record() if windows is not None else None
-    return record
 
 
-def _save(request: ExportRequest, importance: dict[str, Tensor], windows: CalibrationSet) -> None:
-    if request.save_imatrix is not None:
-        names = tuple(str(source["name"]) for source in windows.sources)
-        matrix = ImportanceMatrix(importance, names, len(windows.lengths))
-        write_imatrix(request.save_imatrix, matrix, chunk_tokens=windows.token_ids.shape[1])
+def _save(path: Path, importance: dict[str, Tensor], windows: CalibrationSet) -> dict[str, Tensor]:
+    """Write the importance, and give back what a reader of it finds, so that both make the same file."""
+    names = tuple(str(source["name"]) for source in windows.sources)
+    matrix = ImportanceMatrix(importance, names, len(windows.lengths))
+    write_imatrix(path, matrix, chunk_tokens=windows.token_ids.shape[1])
+    return read_imatrix(path).means

@@ -48,7 +48,12 @@ class Vocabulary:
 
 
 def read_vocabulary(
-    tokenizer: PreTrainedTokenizerBase, folder: Path, embedding_rows: int, pretokenizer: str | None = None
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    embedding_rows: int,
+    pretokenizer: str | None = None,
+    *,
+    has_own_files: bool = True,
 ) -> Vocabulary:
     """The vocabulary of a tokenizer, filled up to the rows of the embedding.
 
@@ -57,6 +62,8 @@ def read_vocabulary(
         folder: of the model.
         embedding_rows: as many tokens the file must have.
         pretokenizer: llama.cpp's name, if it is not to be told from the rules.
+        has_own_files: the folder's tokenizer files are the model's; not those that transformers made of a .gguf, which
+            add tokens.
 
     Raises:
         UsageError: a kind of tokenizer that is not supported, an unknown pre-tokenizer, or more tokens than rows.
@@ -72,7 +79,7 @@ def read_vocabulary(
         )
     added = {entry["content"]: entry for entry in document["added_tokens"]}
     pieces = _pieces(model) | {content: entry["id"] for content, entry in added.items()}
-    pieces, notes = _with_rows(pieces, folder, embedding_rows)
+    pieces, notes = _with_rows(pieces, folder if has_own_files else None, embedding_rows)
     tokens = [f"[PAD{index}]" for index in range(embedding_rows)]
     types = [int(TokenType.UNUSED)] * embedding_rows
     sentencepiece = model["type"] == "Unigram" or bool(model.get("byte_fallback"))
@@ -115,7 +122,7 @@ def _stored_scores(tokens: list[str], folder: Path) -> list[float] | None:
     return [stored.get(token, _NEVER_MERGED) for token in tokens]
 
 
-def _with_rows(pieces: dict[str, int], folder: Path, rows: int) -> tuple[dict[str, int], list[str]]:
+def _with_rows(pieces: dict[str, int], folder: Path | None, rows: int) -> tuple[dict[str, int], list[str]]:
     """The tokens that the embedding has, and a note on those that only transformers' class has added.
 
     Raises:
@@ -124,16 +131,21 @@ def _with_rows(pieces: dict[str, int], folder: Path, rows: int) -> tuple[dict[st
     beyond = sorted(token for token, index in pieces.items() if index >= rows)
     if not beyond:
         return pieces, []
-    path = folder / "tokenizer.json"
-    stored = read_json(path) if path.is_file() else {}
-    own = {entry["content"] for entry in stored.get("added_tokens", ())} | set(stored.get("model", {}).get("vocab", ()))
-    if not stored or own & set(beyond):
+    stored = None
+    if folder is not None:
+        stored = read_json(folder / "tokenizer.json") if (folder / "tokenizer.json").is_file() else {}
+    if stored is not None and (not stored or _own_tokens(stored) & set(beyond)):
         raise UsageError(
             f"the tokenizer has ids up to {max(pieces.values())} and the embedding {rows} rows",
             fix="Model and tokenizer do not belong together",
         )
     kept = {token: index for token, index in pieces.items() if index < rows}
     return kept, [f"tokens without a row in the embedding are left out: {', '.join(beyond)}"]
+
+
+def _own_tokens(document: dict[str, Any]) -> set[str]:
+    added = {entry["content"] for entry in document.get("added_tokens", ())}
+    return added | set(document.get("model", {}).get("vocab", ()))
 
 
 def _token_type(token: str, added: dict[str, Any] | None, model: dict[str, Any], sentencepiece: bool) -> int:

@@ -261,8 +261,20 @@ def test_what_cannot_be_written_is_refused_before_any_work(
     wrong = "{format: gguf, path: out/x.gguf, overrides: [{match: nothing, type: Q8_0}]}"
     with pytest.raises(UsageError, match="no tensor is called 'nothing'"):
         quantize_model(make_recipe(wrong, before=CALIBRATION))
+    with pytest.raises(UsageError, match=r"llama\.cpp has no pre-tokenizer 'smolm'.* The nearest are smollm"):
+        quantize_model(make_recipe("{format: gguf, path: out/x.gguf, pretokenizer: smolm}", before=CALIBRATION))
     with pytest.raises(RecipeError, match="the recipe has no `quantization`"):
         quantize_model(Recipe(version=1, model="m"))
+    assert not Path("out").exists()
+
+
+def test_codes_of_codes_are_refused(
+    make_recipe: Callable[..., Recipe], tiny_llama_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    export_gguf(open_source(tiny_llama_folder), tmp_path / "q8.gguf", "Q8_0")
+    with pytest.raises(UsageError, match=r"q8\.gguf is quantized already \(Q8_0\)\. Give the original model"):
+        quantize_model(make_recipe(PLAIN, model=tmp_path / "q8.gguf"))
     assert not Path("out").exists()
 
 

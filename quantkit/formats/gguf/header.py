@@ -56,11 +56,15 @@ class GgufHeader:
         version: of the format.
         metadata: every entry; arrays as tuples.
         tensors: in file order.
+        data_end: bytes up to the end of the last tensor.
+        alignment: of tensors; what follows the last one fills up to it.
     """
 
     version: int
     metadata: dict[str, Any]
     tensors: tuple[GgufTensor, ...]
+    data_end: int
+    alignment: int
 
 
 class _Cursor:
@@ -142,7 +146,7 @@ def _parse(cursor: _Cursor, size: int) -> GgufHeader:
     start = -(-cursor.at // alignment) * alignment
     if start + end > size:
         raise GgufHeaderError(f"it is truncated: {size} bytes, its header describes {start + end}")
-    return GgufHeader(version, metadata, tuple(tensors))
+    return GgufHeader(version, metadata, tuple(tensors), start + end, alignment)
 
 
 def _tensor(cursor: _Cursor) -> tuple[GgufTensor, int]:

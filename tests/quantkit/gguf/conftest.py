@@ -45,3 +45,10 @@ def unigram(unigram_charsmap: bytes) -> PreTrainedTokenizerFast:
     )
     backend.train_from_iterator(TEXT, trainer)
     return PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>")
+
+
+@pytest.fixture(scope="session")
+def wide_model(make_tiny_model, tmp_path_factory):
+    """Rows of 256 and 512 columns, which every block divides."""
+    folder = tmp_path_factory.mktemp("wide") / "model"
+    return make_tiny_model("llama", folder, hidden_size=256, intermediate_size=512, head_dim=64)

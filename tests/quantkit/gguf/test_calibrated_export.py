@@ -2,24 +2,29 @@
 
 import itertools
 import json
+import shutil
+from collections import Counter
 
 import gguf
 import pytest
 import torch
 from click.testing import CliRunner
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.cli import main
 from quantkit.errors import UsageError
 from quantkit.export_gguf.allocation import Choice, allocate_types, pick
-from quantkit.export_gguf.calibrated_blocks import calibration_windows, collect_importance
+from quantkit.export_gguf.calibrated_blocks import calibration_windows, collect_importance, measure_importance
 from quantkit.export_gguf.error_feedback import solve_blocks, solve_tensor
 from quantkit.export_gguf.export import write_plan
 from quantkit.export_gguf.imatrix import read_imatrix
 from quantkit.export_gguf.plan import make_export_plan
 from quantkit.export_gguf.sensitivity import measure_sensitivity
+from quantkit.export_gguf.verify import verify_gguf
 from quantkit.formats.gguf.blocks import encode_rows
+from quantkit.formats.gguf.header import read_gguf_header
 from quantkit.source import open_source
 
 NUM_TOKENS = 1024
@@ -85,6 +90,50 @@ def test_importance_of_experts_and_of_the_output_matrix(tiny_models, text):
         seen = [hidden[(chosen == expert).any(-1)] for hidden, chosen, *_ in routed]
         torch.testing.assert_close(found[expert], torch.cat(seen).square().mean(0), rtol=1e-3, atol=1e-6)
     assert importance["blk.1.ffn_down_exps.weight"].shape == plan_shape(plan, "blk.1.ffn_down_exps.weight")[::2]
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+def test_experts_that_are_stored_as_one_tensor(family, tiny_models, text, tmp_path):
+    """They are measured and solved as those that are stored one by one; the model is the same."""
+    apart = open_source(tiny_models(family))
+    shutil.copytree(apart.folder, tmp_path / "fused")
+    model = AutoModelForCausalLM.from_pretrained(apart.folder)
+    save_file(model.state_dict(), tmp_path / "fused" / "model.safetensors", metadata={"format": "pt"})
+    fused = open_source(tmp_path / "fused")
+    assert "model.layers.1.mlp.experts.gate_up_proj" in fused.tensors
+    assert "model.layers.1.mlp.experts.gate_up_proj" not in apart.tensors
+    plans = [make_export_plan(source, "Q4_0", has_importance=True) for source in (apart, fused)]
+    windows = [calibration_windows(plan.source, text, 256) for plan in plans]
+    expected, found = (measure_importance(plan, each) for plan, each in zip(plans, windows, strict=True))
+    assert found.keys() == expected.keys()
+    assert "blk.1.ffn_down_exps.weight" in found
+    torch.testing.assert_close(found, expected)
+    solved, same = ({}, {})
+    for blocks, plan, each in zip((solved, same), plans, windows, strict=True):
+        for block in solve_blocks(plan, each):
+            blocks |= block
+    assert solved.keys() == same.keys() == found.keys()
+    assert all(torch.equal(solved[name], same[name]) for name in solved)
+
+
+def test_what_was_not_measured_is_said(plan, windows, make_tiny_model, tmp_path):
+    """The embedding is looked up by row; with error feedback the output matrix has its importance at the end."""
+    rows = "nothing was measured of token_embd.weight: all columns count the same"
+    solved = write_plan(plan, tmp_path / "solved.gguf", solved_blocks=solve_blocks(plan, windows))
+    assert solved["notes"] == [rows]
+    importance = measure_importance(plan, windows)
+    del importance["blk.0.attn_q.weight"]
+    record = write_plan(plan, tmp_path / "some.gguf", importance=importance)
+    assert record["notes"] == [rows.replace("weight:", "weight and 1 more:")]
+    assert write_plan(plan, tmp_path / "none.gguf")["notes"] == []
+    stored = {
+        name: next(t for t in gguf.GGUFReader(tmp_path / f"{name}.gguf").tensors if t.name == "output.weight").data
+        for name in ("solved", "none")
+    }
+    assert (stored["solved"] != stored["none"]).any()
+    for name in ("solved", "some", "none"):
+        report = verify_gguf(tmp_path / f"{name}.gguf", plan.source, load_model=False)
+        assert report.ok, report.to_dict()
 
 
 def plan_shape(plan, name):
@@ -202,6 +251,32 @@ def test_command(tiny_llama_folder, text, tmp_path):
     again = run(tiny_llama_folder, "-o", tmp_path / "again.gguf", "--type", "Q4_0", "--imatrix", matrix)
     assert again.exit_code == 0, again.stderr
     assert "bits a weight" in again.stdout
+    assert (tmp_path / "again.gguf").read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["im.gguf", "im.dat"])
+def test_a_saved_matrix_gives_the_same_file(name, tiny_llama_folder, text, tmp_path):
+    """Of three windows: what is divided by three and multiplied again is not the same in float32."""
+    common = (tiny_llama_folder, "--type", "Q4_K_M", "-o")
+    measured = run(
+        *common, tmp_path / "a.gguf", "--calibration", text, "--tokens", 1536, "--save-imatrix", tmp_path / name
+    )
+    read = run(*common, tmp_path / "b.gguf", "--imatrix", tmp_path / name)
+    assert (measured.exit_code, read.exit_code) == (0, 0)
+    assert (tmp_path / "a.gguf").read_bytes() == (tmp_path / "b.gguf").read_bytes()
+
+
+def test_a_file_of_chosen_types_is_called_after_most_of_them(tiny_llama_folder, text, tmp_path):
+    chosen = run(
+        tiny_llama_folder, "-o", tmp_path / "x.gguf", "--calibration", text, "--tokens", 256, "--target-bpw", 8.0
+    )
+    assert chosen.exit_code == 0, chosen.stderr
+    header = read_gguf_header(tmp_path / "x.gguf")
+    counts = Counter(tensor.type_name for tensor in header.tensors if tensor.type_name != "F32")
+    numbers = {"Q8_0": 7, "Q5_0": 8, "Q5_1": 9, "Q4_0": 2, "IQ4_NL": 25}
+    assert header.metadata["general.file_type"] == 1024 + numbers[counts.most_common(1)[0][0]]
+    assert f"x.gguf: mostly {counts.most_common(1)[0][0]}, " in chosen.stdout
+    assert verify_gguf(tmp_path / "x.gguf", open_source(tiny_llama_folder), load_model=False).ok
 
 
 @pytest.mark.parametrize(

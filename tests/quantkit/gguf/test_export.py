@@ -1,22 +1,28 @@
 """Whole files: transformers reads them back and must give the original's answers; the gguf package reads the rest."""
 
+import hashlib
 import json
 import math
 import os
+import resource
 import shutil
+import signal
 
 import gguf
 import numpy as np
 import pytest
 import torch
 import transformers
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from quantkit.cli import main
 from quantkit.errors import CheckpointError, QuantizationError, UsageError
 from quantkit.export_gguf import export as export_module
 from quantkit.export_gguf import export_gguf
 from quantkit.export_gguf import tensors as tensors_module
+from quantkit.export_gguf.verify import verify_gguf
 from quantkit.formats.gguf.header import read_gguf_header
 from quantkit.source import open_source
 
@@ -44,7 +50,7 @@ def test_transformers_reads_the_same_model(family, make_tiny_model, tmp_path):
     record = export_gguf(open_source(folder), tmp_path / "out.gguf", "F32")
     assert record["types"].keys() == {"F32"}
     assert torch.equal(logits(tmp_path, gguf_file="out.gguf"), logits(folder))
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["model", "out.gguf"]
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["model", "out.gguf", "out.quantkit.json"]
 
 
 OTHERS = {
@@ -214,14 +220,66 @@ def test_existing_file(tiny_llama_folder, tmp_path):
         export_gguf(open_source(tiny_llama_folder), tmp_path / "out.bin", "F16")
 
 
-def test_disk_full_leaves_nothing(tiny_llama_folder, tmp_path, monkeypatch):
-    def full(self, tensor, **_):
-        raise OSError(28, os.strerror(28))
+@pytest.mark.parametrize("limit", [20_000, 200_000])
+def test_a_full_disk_leaves_what_was_there(limit, tiny_llama_folder, tmp_path):
+    """In the header, and in the tensors."""
+    source, path = open_source(tiny_llama_folder), tmp_path / "out.gguf"
+    path.write_bytes(b"precious")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot write .*out\.gguf: (File too large|the disk is full, or)"):
+            export_gguf(source, path, "F32", overwrite=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert path.read_bytes() == b"precious"
+    assert list(tmp_path.iterdir()) == [path]
 
-    monkeypatch.setattr(export_module.GGUFWriter, "write_tensor_data", full)
-    with pytest.raises(CheckpointError, match=r"cannot write .*out\.gguf: No space left on device"):
-        export_gguf(open_source(tiny_llama_folder), tmp_path / "out.gguf", "F16")
+
+def test_terminated_it_leaves_nothing(tiny_llama_folder, tmp_path, monkeypatch):
+    def terminate(self, tensor):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(export_module._Encoder, "encode", terminate)
+    arguments = ["export", "gguf", str(tiny_llama_folder), "-o", str(tmp_path / "out.gguf"), "--type", "Q8_0"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 143
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_manifest_is_replaced_with_the_file(tiny_llama_folder, tmp_path):
+    source, path = open_source(tiny_llama_folder), tmp_path / "out.gguf"
+    export_gguf(source, path, "F16", split_bytes=100_000)
+    manifest = json.loads((tmp_path / "out.quantkit.json").read_text())
+    parts = sorted(tmp_path.glob("*.gguf"))
+    assert manifest["files"] == {part.name: hashlib.sha256(part.read_bytes()).hexdigest() for part in parts}
+    assert manifest["model"]["fingerprint"] == source.fingerprint()
+    record = export_gguf(source, path, "Q8_0", overwrite=True)
+    assert [file.name for file in sorted(tmp_path.iterdir())] == ["out.gguf", "out.quantkit.json"]
+    assert json.loads((tmp_path / "out.quantkit.json").read_text())["gguf"] == record
+    path.unlink()
+    with pytest.raises(UsageError, match=r"out\.quantkit\.json exists"):
+        export_gguf(source, path, "F16")
+
+
+def test_a_gguf_as_the_model(make_tiny_model, tmp_path, monkeypatch):
+    """Floats are taken, with the pre-tokenizer that the file names; codes are not."""
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path / "cache"))
+    folder = make_tiny_model("llama", tmp_path / "m", dtype=torch.bfloat16)
+    export_gguf(open_source(folder), tmp_path / "f16.gguf", "F16", pretokenizer="smollm")
+    export_gguf(open_source(folder), tmp_path / "q8.gguf", "Q8_0")
+    record = export_gguf(open_source(tmp_path / "f16.gguf"), tmp_path / "again.gguf", "Q8_0")
+    assert record["notes"][0] == "the weights were read from f16.gguf as bfloat16"
+    assert record["pretokenizer"] == "smollm"
+    ours, theirs = (read_gguf_header(tmp_path / name).metadata for name in ("again.gguf", "f16.gguf"))
+    keys = {key for key in theirs if key.startswith(("llama.", "tokenizer."))}
+    assert {key: ours.get(key) for key in keys} == {key: theirs[key] for key in keys}
+    once, twice = decoded(tmp_path / "q8.gguf"), decoded(tmp_path / "again.gguf")
+    assert once.keys() == twice.keys()
+    assert all(np.array_equal(once[name], twice[name]) for name in once)
+    with pytest.raises(UsageError, match=r"q8\.gguf is quantized already \(Q8_0\)\. Give the original model"):
+        export_gguf(open_source(tmp_path / "q8.gguf"), tmp_path / "x.gguf", "Q4_0")
+    assert not (tmp_path / "x.gguf").exists()
 
 
 def test_broken_weights_leave_nothing(make_tiny_model, tmp_path):
@@ -265,8 +323,12 @@ def test_a_pretokenizer_that_is_unknown_or_named(tiny_llama_folder, tmp_path):
     with pytest.raises(UsageError, match=r"none of llama\.cpp's known pre-tokenizers.*--pretokenizer"):
         export_gguf(open_source(folder), tmp_path / "x.gguf", "F16")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
+    nearest = r"no pre-tokenizer 'qwen3' and would not load the file\. The nearest are qwen35, qwen2"
+    with pytest.raises(UsageError, match=nearest):
+        export_gguf(open_source(folder), tmp_path / "x.gguf", "F16", pretokenizer="qwen3")
     export_gguf(open_source(folder), tmp_path / "x.gguf", "F16", pretokenizer="qwen2")
     assert read_gguf_header(tmp_path / "x.gguf").metadata["tokenizer.ggml.pre"] == "qwen2"
+    assert verify_gguf(tmp_path / "x.gguf", open_source(folder), load_model=False).ok
 
 
 @pytest.mark.parametrize(

@@ -199,11 +199,16 @@ def test_it_writes_the_same_text(family, make_tiny_model, tiny_llama_folder, tmp
     assert written == expected[0, len(prompt) :].tolist()
 
 
-@pytest.fixture(scope="module")
-def wide_model(make_tiny_model, tmp_path_factory):
-    """Rows of 256 and 512 columns, which every block divides."""
-    folder = tmp_path_factory.mktemp("wide") / "model"
-    return make_tiny_model("llama", folder, hidden_size=256, intermediate_size=512, head_dim=64)
+def test_it_loads_a_file_of_chosen_types(wide_model, tmp_path, capfd):
+    """Its label has llama.cpp's own mark for a guess, which it shows."""
+    from llama_cpp import Llama
+
+    overrides = [(r"blk\..*_(q|k|v|output|gate|up)\.weight", "Q5_1")]
+    record = export_gguf(open_source(wide_model), tmp_path / "out.gguf", "Q4_K_M", overrides=overrides)
+    assert record["file_type"] == "mostly Q5_1"
+    engine = Llama(str(tmp_path / "out.gguf"), n_ctx=64, verbose=True)
+    assert engine.metadata["general.file_type"] == str(9 + 1024)
+    assert "file type   = (guessed) Q5_1" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("file_type", FILE_TYPES)

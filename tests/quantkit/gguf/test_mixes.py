@@ -3,7 +3,7 @@
 import pytest
 
 from quantkit.errors import UsageError
-from quantkit.export_gguf.mixes import MixFacts, choose_types, file_type_number, fitting
+from quantkit.export_gguf.mixes import MixFacts, choose_types, file_type_number, fitting, is_mix, most_frequent
 
 DENSE = MixFacts(num_blocks=32, queries_per_key=1, num_experts=0, tied=False, has_importance=False)
 PARTS = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")
@@ -105,3 +105,20 @@ def test_wrong_types(file_type, rules, message):
 def test_numbers_are_llama_cpps():
     numbers = {"F32": 0, "F16": 1, "Q4_0": 2, "Q8_0": 7, "Q2_K": 10, "Q4_K_M": 15, "Q6_K": 18, "IQ4_XS": 30, "BF16": 32}
     assert {name: file_type_number(name) for name in numbers} == numbers
+
+
+def test_types_that_are_no_named_mix_are_called_after_most_of_them():
+    """As llama.cpp calls a file without a label, which it marks with 1024, whatever type norms have."""
+    types = {"a": "Q5_0", "b": "Q5_0", "c": "Q6_K", "n1": "F32", "n2": "F32", "n3": "F32"}
+    assert most_frequent(types) == "mostly Q5_0"
+    assert most_frequent({"a": "F32"}) == "F32"
+    numbers = {"mostly Q5_0": 8, "mostly Q4_K": 15, "mostly Q3_K": 12, "mostly IQ4_XS": 30, "mostly BF16": 32}
+    assert {name: file_type_number(name) for name in numbers} == {name: 1024 + n for name, n in numbers.items()}
+
+
+def test_exceptions_do_not_change_the_name_of_a_mix_until_they_are_most():
+    rules = choose_types(model(), "Q4_K_M", DENSE)
+    few = choose_types(model(), "Q4_K_M", DENSE, [(r"blk\.[0-9]\..*", "Q8_0")])
+    most = choose_types(model(), "Q4_K_M", DENSE, [(r"blk\..*", "Q8_0")])
+    assert (is_mix(rules, rules), is_mix(few, rules), is_mix(most, rules)) == (True, True, False)
+    assert most_frequent(most) == "mostly Q8_0"

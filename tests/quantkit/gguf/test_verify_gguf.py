@@ -2,13 +2,13 @@
 
 import json
 
-import gguf
 import pytest
 import torch
 from click.testing import CliRunner
 
 from quantkit.cli import main
 from quantkit.export_gguf import export_gguf, llama_cpp, verify_logits
+from quantkit.export_gguf.mixes import FILE_TYPES
 from quantkit.export_gguf.verify import verify_gguf
 from quantkit.source import open_source
 
@@ -27,9 +27,9 @@ def test_whole_file(file_type, exported, tiny_llama_folder):
     report = verify_gguf(exported(file_type), open_source(tiny_llama_folder))
     assert report.ok, report.to_dict()
     names = [check.name for check in report.checks if not check.name.startswith("llama_cpp")]
-    assert names == ["file", "same_source", "vocabulary", "every_tensor", "tensors", "divergence", "logits"]
+    assert names == [*("file", "hashes", "same_source", "metadata", "every_tensor", "tensors", "divergence", "logits")]
     if llama_cpp.why_missing() is None:
-        assert [check.name for check in report.checks[7:]] == ["llama_cpp", "llama_cpp_tokens", "llama_cpp_logits"]
+        assert [check.name for check in report.checks[8:]] == ["llama_cpp", "llama_cpp_tokens", "llama_cpp_logits"]
     else:
         assert report.skipped.keys() == {"llama_cpp"}
 
@@ -49,9 +49,9 @@ def test_answers_that_are_not_those_of_the_tensors(exported, tiny_llama_folder, 
     data = path.read_bytes()
     assert data.count(b'"rope_theta": 10000.0') == 1
     path.write_bytes(data.replace(b'"rope_theta": 10000.0', b'"rope_theta": 90000.0'))
-    assert verify_gguf(path, open_source(tiny_llama_folder)).failed() == ["logits"]
+    assert verify_gguf(path, open_source(tiny_llama_folder)).failed() == ["hashes", "metadata", "logits"]
     report = verify_gguf(path, open_source(tiny_llama_folder), load_model=False)
-    assert report.ok
+    assert report.failed() == ["hashes", "metadata"]
     assert report.notes == ["the model was not loaded: logits were not compared"]
 
 
@@ -73,22 +73,32 @@ def test_parts(exported, tiny_llama_folder, tmp_path):
     first = sorted(tmp_path.glob("out-00001-of-*.gguf"))[0]
     assert verify_gguf(first, open_source(tiny_llama_folder)).ok
     sorted(tmp_path.glob("out-*.gguf"))[-1].unlink()
-    assert verify_gguf(first, open_source(tiny_llama_folder)).failed() == ["every_tensor"]
+    assert verify_gguf(first, open_source(tiny_llama_folder)).failed() == ["hashes", "every_tensor"]
 
 
-def test_damaged_weights_and_another_model(exported, tiny_llama_folder, make_tiny_model, tmp_path):
+def test_another_model(exported, tiny_llama_folder, tiny_models, make_tiny_model, tmp_path):
     path = exported()
-    tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == "blk.1.ffn_up.weight")
-    data = bytearray(path.read_bytes())
-    data[int(tensor.data_offset) : int(tensor.data_offset) + 1800] = bytes(1800)
-    path.write_bytes(data)
-    report = verify_gguf(path, open_source(tiny_llama_folder))
-    assert report.failed() == ["tensors"]
-    assert report.checks[-1].detail.startswith("blk.1.ffn_up.weight (Q4_0) differs from the model's weights by")
     other = make_tiny_model("llama", tmp_path / "other", seed=7)
-    assert verify_gguf(path, open_source(other)).failed() == ["same_source", "tensors"]
-    path.write_bytes(data[:-100])
+    report = verify_gguf(path, open_source(other))
+    assert report.failed() == ["same_source", "tensors"]
+    assert report.checks[2].detail == "it was not made of other as it is now"
+    assert report.skipped["logits"] == "its tensors are not the model's"
+    report = verify_gguf(path, open_source(tiny_models("qwen2")))
+    assert report.failed() == ["same_source", "metadata", "every_tensor", "tensors"]
+    path.write_bytes(path.read_bytes()[:-100])
     assert verify_gguf(path, open_source(tiny_llama_folder)).failed() == ["file"]
+
+
+@pytest.mark.parametrize("file_type", FILE_TYPES)
+def test_every_type_rounds_within_its_bound(file_type, wide_model, tmp_path):
+    """Also where importance is very uneven."""
+    uneven = torch.exp(2 * torch.randn(256, generator=torch.Generator().manual_seed(0)))
+    importance = {f"blk.{i}.{part}.weight": uneven for i in range(2) for part in ("attn_q", "ffn_up", "ffn_gate")}
+    for number, given in enumerate((None, importance)):
+        path = tmp_path / f"{number}.gguf"
+        export_gguf(open_source(wide_model), path, file_type, importance=given)
+        report = verify_gguf(path, open_source(wide_model), load_model=False)
+        assert report.ok, report.to_dict()
 
 
 def test_command(exported, tiny_llama_folder):
