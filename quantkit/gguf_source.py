@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from quantkit.errors import SourceError
+from quantkit.formats.gguf.block_types import PLAIN_TYPES
 from quantkit.formats.gguf.header import GgufHeader, GgufHeaderError, read_gguf_header
 from quantkit.model_folder import first_line
 
@@ -53,6 +54,16 @@ class GgufFacts:
 
     types: frozenset[str]
     pretokenizer: str | None
+
+    @property
+    def codes(self) -> list[str]:
+        """Those of the types that hold codes, sorted; empty for a file of floats."""
+        return sorted(self.types - set(PLAIN_TYPES))
+
+    def note(self, name: str) -> str:
+        """What who quantizes the file called ``name`` should know."""
+        errors = f"; it holds codes ({', '.join(self.codes)}), whose errors stay and count as the original's"
+        return f"the weights were read from {name} as bfloat16{errors if self.codes else ''}"
 
 
 def read_gguf_facts(path: Path) -> GgufFacts:

@@ -272,6 +272,7 @@ def _lay_out(
         () if decoder.known else (f"family {source.config.model_type} is not in the table; blocks: {decoder.name}",)
     )
     notes += _unread_note(names_on_disk.unused)
+    notes += (source.gguf.note(source.name),) if source.gguf is not None and source.gguf.codes else ()
     in_order = tuple(layers[name] for name in schemes)
     quantization = recipe.require_quantization()
     transforms = tuple(load_transform(t.name, t.model_dump(exclude={"name"})) for t in quantization.transforms)

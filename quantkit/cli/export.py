@@ -37,13 +37,14 @@ def export_group() -> None:
 )
 @click.option("--pretokenizer", help="llama.cpp's name of the pre-tokenizer, where it is not recognized.")
 @click.option("--split-size", type=float, help="Write parts of at most so many GB.")
+@click.option("--allow-requantize", is_flag=True, help="Take a .gguf that holds codes; their errors add up.")
 @click.option("--overwrite", is_flag=True, help="Replace a file that is there.")
 @json_option
 def gguf_command(model: str, output: Path, as_json: bool, tensor_types: tuple[str, ...], **options: Any) -> None:
     """Write MODEL, in its original weights, as a GGUF file for llama.cpp, and its hash into NAME.quantkit.json.
 
-    MODEL is a hub id, a folder or a .gguf of floats. Without --imatrix and --calibration the types are those of
-    llama-quantize, and the old types are rounded as it rounds them.
+    MODEL is a hub id, a folder or a .gguf, of floats unless --allow-requantize is given. Without --imatrix and
+    --calibration the types are those of llama-quantize, and the old types are rounded as it rounds them.
     """
     from quantkit.export_gguf.request import ExportRequest, run_export
 

@@ -16,7 +16,7 @@ from quantkit.errors import QuantizationError
 from quantkit.export_gguf.file_record import write_manifest
 from quantkit.export_gguf.header import WEIGHTED_KEY, add_header
 from quantkit.export_gguf.output_file import open_output
-from quantkit.export_gguf.plan import ExportPlan, make_export_plan, tensor_bytes, usable_importance_of
+from quantkit.export_gguf.plan import ExportPlan, make_export_plan, refuse_codes, tensor_bytes, usable_importance_of
 from quantkit.export_gguf.tensors import ExportTensor, ParameterReader
 from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.formats.gguf.blocks import encode_rows
@@ -36,6 +36,7 @@ def export_gguf(
     overrides: Iterable[tuple[str, str]] = (),
     pretokenizer: str | None = None,
     split_bytes: int = 0,
+    allow_requantize: bool = False,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
@@ -49,6 +50,7 @@ def export_gguf(
         overrides: (regular expression that matches a whole GGUF name, type), the first that matches wins.
         pretokenizer: llama.cpp's name of it, if it is not to be told from the tokenizer.
         split_bytes: write parts of at most so many bytes; 0 for one file.
+        allow_requantize: take a .gguf that holds codes.
         overwrite: replace a file that is there.
         progress: is called with (stage, done, total).
 
@@ -60,6 +62,8 @@ def export_gguf(
         QuantizationError: a tensor holds NaN or does not fit its type.
         CheckpointError: the file cannot be written. Nothing is left under its name.
     """
+    if not allow_requantize:
+        refuse_codes(source)
     plan = make_export_plan(
         source, file_type, has_importance=bool(importance), overrides=overrides, pretokenizer=pretokenizer
     )

@@ -52,7 +52,7 @@ def add_header(writer: GGUFWriter, plan: ExportPlan) -> list[str]:
     if plan.named_pretokenizer:
         writer.add_string(PRETOKENIZER_KEY, plan.named_pretokenizer)
     if source.gguf is not None:
-        notes.append(f"the weights were read from {source.name} as bfloat16")
+        notes.append(source.gguf.note(source.name))
     return notes + plan.vocabulary.notes
 
 

@@ -15,7 +15,7 @@ from quantkit.export_gguf.mixes import MixFacts, check_file_type, choose_types, 
 from quantkit.export_gguf.pretokenizer import check_pretokenizer
 from quantkit.export_gguf.tensors import ExportTensor, list_tensors
 from quantkit.export_gguf.tokenizer import Vocabulary, read_vocabulary
-from quantkit.formats.gguf.block_types import PLAIN_TYPES, bits_per_weight
+from quantkit.formats.gguf.block_types import bits_per_weight
 from quantkit.source import ModelSource
 
 LLAMA_70B_BLOCKS = 80
@@ -74,7 +74,7 @@ def make_export_plan(
     """Decide the type of every tensor, and refuse what cannot be written.
 
     Args:
-        source: an ordinary model, or a .gguf of floats; no quantized one.
+        source: an ordinary model or a .gguf; no quantized checkpoint.
         file_type: such as ``Q4_K_M``.
         has_importance: whether an importance matrix will be there; some rules ask.
         overrides: (regular expression of a GGUF name, type), the first that matches wins.
@@ -85,7 +85,8 @@ def make_export_plan(
         SourceError: the model is broken.
     """
     check_file_type(file_type)
-    _refuse_codes(source)
+    if source.quantization is not None:
+        raise UsageError(f"{source.name} is quantized already", fix="Give the original model")
     if pretokenizer is None and source.gguf is not None:
         pretokenizer = source.gguf.pretokenizer  # what transformers makes of a .gguf cuts text in one way always
     named = check_pretokenizer(pretokenizer) if pretokenizer is not None else None
@@ -103,16 +104,17 @@ def make_export_plan(
     return ExportPlan(source, model, family, label, tensors, types, rope, vocabulary, named)
 
 
-def _refuse_codes(source: ModelSource) -> None:
-    """Codes of codes would add their errors.
+def refuse_codes(source: ModelSource) -> None:
+    """Codes of codes add their errors, so that must be asked for.
 
     Raises:
-        UsageError: the model's weights are codes already.
+        UsageError: the model is a .gguf that holds codes.
     """
-    codes = sorted(source.gguf.types - set(PLAIN_TYPES)) if source.gguf else []
-    if source.quantization is not None or codes:
-        how = f" ({', '.join(codes)})" if codes else ""
-        raise UsageError(f"{source.name} is quantized already{how}", fix="Give the original model")
+    if source.gguf is not None and source.gguf.codes:
+        raise UsageError(
+            f"{source.name} is quantized already ({', '.join(source.gguf.codes)})",
+            fix="Give the original model, or --allow-requantize",
+        )
 
 
 def _facts(config: Any, shapes: Mapping[str, tuple[int, ...]], has_importance: bool) -> MixFacts:

@@ -16,7 +16,7 @@ from quantkit.export_gguf.error_feedback import solve_blocks
 from quantkit.export_gguf.export import write_plan
 from quantkit.export_gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from quantkit.export_gguf.mixes import most_frequent
-from quantkit.export_gguf.plan import ExportPlan, make_export_plan
+from quantkit.export_gguf.plan import ExportPlan, make_export_plan, refuse_codes
 from quantkit.source import open_source
 
 MAX_BITS = 32  # a weight
@@ -42,6 +42,7 @@ class ExportRequest:
         overrides: (regular expression of a GGUF name, type).
         pretokenizer: llama.cpp's name.
         split_size: largest part in 10^9 bytes.
+        allow_requantize: take a .gguf that holds codes.
         overwrite: replace a file that is there.
     """
 
@@ -57,6 +58,7 @@ class ExportRequest:
     overrides: tuple[tuple[str, str], ...] = ()
     pretokenizer: str | None = None
     split_size: float | None = None
+    allow_requantize: bool = False
     overwrite: bool = False
 
     def __post_init__(self) -> None:
@@ -79,6 +81,8 @@ def run_export(request: ExportRequest, progress: Progress | None = None) -> dict
         The record of the file.
     """
     source = open_source(request.model)
+    if not request.allow_requantize:
+        refuse_codes(source)
     plan = make_export_plan(
         source,
         request.file_type,

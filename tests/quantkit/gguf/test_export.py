@@ -277,9 +277,11 @@ def test_a_gguf_as_the_model(make_tiny_model, tmp_path, monkeypatch):
     once, twice = decoded(tmp_path / "q8.gguf"), decoded(tmp_path / "again.gguf")
     assert once.keys() == twice.keys()
     assert all(np.array_equal(once[name], twice[name]) for name in once)
-    with pytest.raises(UsageError, match=r"q8\.gguf is quantized already \(Q8_0\)\. Give the original model"):
+    with pytest.raises(UsageError, match=r"q8\.gguf is quantized already \(Q8_0\)\. Give the .*--allow-requantize"):
         export_gguf(open_source(tmp_path / "q8.gguf"), tmp_path / "x.gguf", "Q4_0")
     assert not (tmp_path / "x.gguf").exists()
+    record = export_gguf(open_source(tmp_path / "q8.gguf"), tmp_path / "x.gguf", "Q4_0", allow_requantize=True)
+    assert "it holds codes (Q8_0), whose errors stay" in record["notes"][0]
 
 
 def test_broken_weights_leave_nothing(make_tiny_model, tmp_path):
