@@ -33,7 +33,11 @@ def export_group() -> None:
     "--target-bpw", type=float, help="Choose types for the least loss at so many bits a weight; needs --calibration."
 )
 @click.option(
-    "--tensor-type", "tensor_types", multiple=True, metavar="REGEX=TYPE", help="Type of some tensors, by GGUF name."
+    "--tensor-type",
+    "tensor_types",
+    multiple=True,
+    metavar="REGEX=TYPE",
+    help="Type of tensors whose GGUF name matches.",
 )
 @click.option("--pretokenizer", help="llama.cpp's name of the pre-tokenizer, where it is not recognized.")
 @click.option("--split-size", type=float, help="Write parts of at most so many GB.")
@@ -48,6 +52,7 @@ def gguf_command(model: str, output: Path, as_json: bool, tensor_types: tuple[st
     """
     from quantkit.export_gguf.request import ExportRequest, run_export
 
+    options["file_type"] = options["file_type"].upper()
     request = ExportRequest(model=model, path=output, overrides=tuple(map(_override, tensor_types)), **options)
     with show_progress() as progress:
         record = run_export(request, progress)

@@ -129,7 +129,8 @@ def choose_types(
             types[name] = base if base in PLAIN_TYPES else fitting(_by_rules(name, file_type, base, facts), shape[-1])
     unused = [regex.pattern for regex, _ in rules if regex.pattern not in used]
     if unused:
-        raise UsageError(f"no tensor is called {unused[0]!r}", fix="Names are llama.cpp's, such as blk.0.attn_q.weight")
+        fix = "The pattern matches whole names, which are llama.cpp's, such as blk.0.attn_q.weight"
+        raise UsageError(f"no tensor is called {unused[0]!r}", fix=fix)
     return types
 
 
@@ -137,7 +138,8 @@ def _pattern(text: str) -> re.Pattern[str]:
     try:
         return re.compile(text)
     except re.error as error:
-        raise UsageError(f"{text!r} is no regular expression: {error}") from error
+        fix = "Of a tensor type it is what stands before the last ="
+        raise UsageError(f"{text!r} is no regular expression: {error}", fix=fix) from error
 
 
 def fitting(type_name: str, columns: int) -> str:

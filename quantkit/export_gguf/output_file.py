@@ -17,6 +17,19 @@ from quantkit.manifest import manifest_path
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")
 
 
+def check_output(path: Path, *, overwrite: bool) -> None:
+    """Refuse a name that `open_output` would refuse, before there is anything to write.
+
+    Raises:
+        UsageError: the name is no .gguf, or something is there already.
+    """
+    if path.suffix != ".gguf":
+        raise UsageError(f"{path.name} does not end with .gguf", fix=f"Call it {path.stem}.gguf")
+    there = [place for place in (path, *parts_of(path), manifest_path(path)) if place.exists()]
+    if there and not overwrite:
+        raise UsageError(f"{there[0]} exists", fix="Choose another name, or --overwrite")
+
+
 @contextmanager
 def open_output(
     path: Path, arch: str, *, split_bytes: int = 0, overwrite: bool = False
@@ -36,11 +49,7 @@ def open_output(
         UsageError: the name is no .gguf, or something is there already.
         CheckpointError: the disk is full or the folder cannot be written.
     """
-    if path.suffix != ".gguf":
-        raise UsageError(f"{path.name} does not end with .gguf")
-    there = [place for place in (path, *parts_of(path), manifest_path(path)) if place.exists()]
-    if there and not overwrite:
-        raise UsageError(f"{there[0]} exists", fix="Choose another name, or --overwrite")
+    check_output(path, overwrite=overwrite)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         folder = Path(tempfile.mkdtemp(prefix=f".{path.stem}-", suffix=".partial", dir=path.parent))

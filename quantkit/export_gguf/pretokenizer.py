@@ -55,6 +55,11 @@ def check_pretokenizer(name: str) -> str:
     return name
 
 
+def recognized(rules: dict[str, Any] | None) -> str | None:
+    """llama.cpp's name of the pre-tokenizer of a tokenizer.json; None if none that is known cuts like this."""
+    return NAMES.get(tuple(_steps(rules)))
+
+
 def identify_pretokenizer(rules: dict[str, Any] | None) -> str:
     """llama.cpp's name of the pre-tokenizer of a tokenizer.json.
 
@@ -64,7 +69,7 @@ def identify_pretokenizer(rules: dict[str, Any] | None) -> str:
     Raises:
         UsageError: none of those that are known cuts like this.
     """
-    name = NAMES.get(tuple(_steps(rules)))
+    name = recognized(rules)
     if name is None:
         raise UsageError(
             "the tokenizer cuts text in a way that is none of llama.cpp's known pre-tokenizers",

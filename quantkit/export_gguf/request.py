@@ -16,6 +16,7 @@ from quantkit.export_gguf.error_feedback import solve_blocks
 from quantkit.export_gguf.export import write_plan
 from quantkit.export_gguf.imatrix import ImportanceMatrix, read_imatrix, write_imatrix
 from quantkit.export_gguf.mixes import most_frequent
+from quantkit.export_gguf.output_file import check_output
 from quantkit.export_gguf.plan import ExportPlan, make_export_plan, refuse_codes
 from quantkit.source import open_source
 
@@ -80,6 +81,9 @@ def run_export(request: ExportRequest, progress: Progress | None = None) -> dict
     Returns:
         The record of the file.
     """
+    check_output(request.path, overwrite=request.overwrite)
+    if request.save_imatrix is not None and request.save_imatrix.exists() and not request.overwrite:
+        raise UsageError(f"{request.save_imatrix} exists", fix="Choose another name, or --overwrite")
     source = open_source(request.model)
     if not request.allow_requantize:
         refuse_codes(source)

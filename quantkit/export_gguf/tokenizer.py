@@ -10,12 +10,13 @@ from gguf import GGUFWriter, TokenType
 from transformers import PreTrainedTokenizerBase
 
 from quantkit.errors import UsageError
-from quantkit.export_gguf.pretokenizer import identify_pretokenizer
+from quantkit.export_gguf.pretokenizer import identify_pretokenizer, recognized
 from quantkit.export_gguf.sentencepiece_model import read_scores
 from quantkit.export_gguf.unigram import Normalization, read_normalization, unigram_scores
 from quantkit.model_folder import read_json
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+NAMED = "the pre-tokenizer was named"  # how a note begins
 _NEVER_MERGED = -1e6  # score of pieces that no merge makes
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>")
 
@@ -95,6 +96,9 @@ def read_vocabulary(
         scores = _stored_scores(tokens, folder) or _scores(tokens, merges)
         return Vocabulary("llama", pretokenizer or "default", tokens, types, scores, None, notes)
     name = pretokenizer or identify_pretokenizer(document.get("pre_tokenizer"))
+    known = recognized(document.get("pre_tokenizer"))
+    if has_own_files and known not in (None, name):
+        notes.append(f"{NAMED} {name}, but the tokenizer cuts text as llama.cpp's {known}")
     return Vocabulary("gpt2", name, tokens, types, None, merges, notes)
 
 

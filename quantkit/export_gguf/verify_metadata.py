@@ -5,17 +5,26 @@ from typing import Any
 
 from quantkit.export_gguf.header import FINGERPRINT_KEY, PRETOKENIZER_KEY, expected_metadata
 from quantkit.export_gguf.plan import ExportPlan
+from quantkit.export_gguf.tokenizer import NAMED
 from quantkit.gguf_source import CONFIG_KEY
 from quantkit.verify import VerifyReport
 
 LABELS = ("general.name", "general.file_type")  # nothing that a reader computes with
+# What llama.cpp has no default for, and what changes what it computes.
+NEEDED = (
+    *("block_count", "embedding_length", "feed_forward_length", "context_length"),
+    *("attention.head_count", "attention.layer_norm_rms_epsilon", "tokenizer.ggml.model", "tokenizer.ggml.tokens"),
+)
+COMPUTES = ("scal", "softcapping", "sliding_window", "expert")
+IDLE = (0, 1, "none")  # values with which such an entry changes nothing
 _SHOWN = 40  # characters of a value
 
 
 def check_metadata(report: VerifyReport, plan: ExportPlan, stored: Mapping[str, Any]) -> None:
     """Add the check ``metadata``: every entry that says how to compute or to make tokens is the model's.
 
-    A file that quantkit did not write may lack entries and have others, as llama.cpp has defaults; a note lists them.
+    A file that quantkit did not write may lack entries that llama.cpp has a default for, and have others that it does
+    not compute with; a note lists them.
 
     Args:
         report: gets the check.
@@ -31,16 +40,17 @@ def check_metadata(report: VerifyReport, plan: ExportPlan, stored: Mapping[str, 
     }
     both = [key for key in expected if key in stored]
     problems = [line for key in both if (line := _difference(key, stored[key], expected[key]))]
-    others = [f"it has no {key}, the model's is {_short(expected[key])}" for key in expected if key not in stored]
-    others += [
-        f"{key} is {_short(value)}, the model has none"
-        for key, value in stored.items()
-        if key not in expected and key.startswith((f"{plan.family.name}.", "tokenizer."))
-    ]
-    if ours:
-        problems += others
-    elif others:
-        report.notes.append("; ".join(others))
+    others: list[str] = []
+    for key in expected.keys() - stored.keys():
+        is_bad = ours or key.removeprefix(f"{plan.family.name}.") in NEEDED
+        (problems if is_bad else others).append(f"it has no {key}, the model's is {_short(expected[key])}")
+    for key, value in stored.items():
+        if key not in expected and key.startswith((f"{plan.family.name}.", "tokenizer.")):
+            is_bad = ours or (any(word in key for word in COMPUTES) and value not in IDLE)
+            (problems if is_bad else others).append(f"{key} is {_short(value)}, the model has none")
+    if others:
+        report.notes.append("; ".join(sorted(others)))
+    report.notes += [note for note in plan.vocabulary.notes if note.startswith(NAMED)]
     report.add("metadata", problems, f"{len(both)} entries are what the model says")
 
 

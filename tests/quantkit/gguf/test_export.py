@@ -22,6 +22,7 @@ from quantkit.errors import CheckpointError, QuantizationError, UsageError
 from quantkit.export_gguf import export as export_module
 from quantkit.export_gguf import export_gguf
 from quantkit.export_gguf import tensors as tensors_module
+from quantkit.export_gguf.request import ExportRequest, run_export
 from quantkit.export_gguf.verify import verify_gguf
 from quantkit.formats.gguf.header import read_gguf_header
 from quantkit.source import open_source
@@ -346,3 +347,27 @@ def test_wrong_importance(importance, message, tiny_llama_folder, tmp_path):
     with pytest.raises(UsageError, match=message):
         export_gguf(open_source(tiny_llama_folder), tmp_path / "x.gguf", "Q4_0", importance=importance)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_there_is_refused_before_the_calibration(tiny_llama_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("quantkit.export_gguf.request.open_source", None)
+    for name in ("x.gguf", "i.gguf"):
+        (tmp_path / name).write_text("mine")
+    for path, matrix in (("x.gguf", None), ("y.gguf", "i.gguf")):
+        request = ExportRequest(
+            str(tiny_llama_folder),
+            tmp_path / path,
+            calibration="builtin",
+            save_imatrix=tmp_path / matrix if matrix else None,
+        )
+        with pytest.raises(UsageError, match=rf"{matrix or path} exists\. Choose another name, or --overwrite"):
+            run_export(request)
+
+
+def test_a_pretokenizer_that_is_named_against_the_tokenizer_is_said(tiny_llama_folder, tmp_path):
+    source = open_source(tiny_llama_folder)
+    notes = export_gguf(source, tmp_path / "x.gguf", "Q8_0", pretokenizer="qwen2")["notes"]
+    said = "the pre-tokenizer was named qwen2, but the tokenizer cuts text as llama.cpp's gpt-2"
+    assert said in notes
+    assert said in verify_gguf(tmp_path / "x.gguf", source, load_model=False).notes
+    assert not any("named" in note for note in export_gguf(source, tmp_path / "y.gguf", "Q8_0")["notes"])

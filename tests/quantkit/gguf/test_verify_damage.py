@@ -130,6 +130,23 @@ def test_a_file_of_others_may_say_more_and_less(whole, verify):
     assert verify(data).failed() == ["metadata"]
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "detail"),
+    [
+        (b"llama.block_count", b"llama.block_counx", "it has no llama.block_count, the model's is 2"),
+        (b"tokenizer.ggml.tokens", b"tokenizer.ggml.tokenx", "it has no tokenizer.ggml.tokens, the model's is ("),
+        (b"llama.vocab_size", b"llama.rope.scals", "llama.rope.scals is 320, the model has none"),
+    ],
+)
+def test_a_file_of_others_says_what_llama_cpp_needs_and_nothing_else_to_compute(old, new, detail, whole, verify):
+    data = bytearray(whole.read_bytes())
+    swap(data, b"quantkit.source_fingerprint", b"quantkit.source_fingerprinx")
+    swap(data, old, new)
+    report = verify(data)
+    assert report.failed() == ["metadata"]
+    assert report.checks[[check.name for check in report.checks].index("metadata")].detail.startswith(detail)
+
+
 def place(path, name):
     """Offset and stored tensor."""
     tensor = next(tensor for tensor in gguf.GGUFReader(path).tensors if tensor.name == name)
