@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from quantkit.formats import compressed_tensors
 from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.scheme import QuantScheme
 from quantkit.serve import Engine, EngineConfig, SamplingParams
+from quantkit.serve.models import probe as probe_module
 from quantkit.serve.models.loader import load_model, resolve_dtype
 from quantkit.serve.models.packed_linear import DispatchedLinear
 from quantkit.serve.models.probe import probe_model
@@ -327,6 +329,22 @@ def test_a_model_that_mixes_sequences_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(layer, "forward", lambda x: forward(x + x.roll(1, dims=1)))
     with pytest.raises(EngineError, match="its logits change when a sequence is computed in steps, beside another one"):
         probe_model(model, torch.float32)
+
+
+@pytest.mark.parametrize(("dtype", "share", "is_run"), [(torch.bfloat16, 0.3, True), (torch.bfloat16, 1.0, False)])
+def test_rounding_that_8_bit_inputs_amplify_is_no_leak(
+    dtype: torch.dtype, share: float, is_run: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = probe_module._in_two_steps
+
+    def shifted(*arguments: Any) -> Tensor:
+        logits = real(*arguments)
+        return logits + share * (logits - logits.mean()).abs().mean()
+
+    monkeypatch.setattr(probe_module, "_in_two_steps", shifted)
+    model = build("llama", head_dim=8).to(dtype)
+    with nullcontext() if is_run else pytest.raises(EngineError, match="its logits change"):
+        probe_model(model, dtype)
 
 
 def test_whatever_a_model_raises_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

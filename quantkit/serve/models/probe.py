@@ -21,9 +21,9 @@ from quantkit.serve.request import Request, SamplingParams
 from quantkit.serve.scheduler import Scheduled
 
 # Mean difference of two ways to the same logits, relative to their spread. A leak between requests or a lost state is 1
-# or more for every sequence. Rounding is far below that, but in bfloat16 a rare sequence amplifies it to nearly a half;
-# so several are tried, and one that agrees is enough.
-MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.1}
+# or more for every sequence. Rounding is far below that, but in bfloat16 a rare sequence amplifies it to nearly a half,
+# and with 8-bit inputs most do to 0.1 to 0.3 (SmolLM2); so several are tried, and one that agrees is enough.
+MAX_DIFFERENCE = {torch.float32: 1e-3, torch.bfloat16: 0.4}
 NUM_SEQUENCES = 5
 KV_BLOCK_SIZE = 2
 
