@@ -41,6 +41,12 @@ def kv_block_bytes(shapes: Sequence[KVShape], kv_block_size: int, dtype: torch.d
     return sum(shape.width for shape in shapes) * kv_block_size * dtype.itemsize
 
 
+def reads_blocks(shapes: Sequence[KVShape], device: torch.device) -> bool:
+    """Whether a kernel of attention reads blocks of such layers where they lie; else they are gathered."""
+    is_read = choose("paged_attention", device).body != "reference"
+    return is_read and not any(shape.head_dim % 8 or shape.value_dim % 8 for shape in shapes)
+
+
 class KVCache:
     """Paged keys and values. A slot's keys and values lie side by side, so that one gather fetches both.
 
@@ -86,8 +92,7 @@ class KVCache:
         self.caches: tuple[tuple[Tensor, Tensor], ...] = tuple(
             _split(blocks, shape) for blocks, shape in zip(self._blocks, shapes, strict=True)
         )
-        is_read = choose("paged_attention", device).body != "reference"
-        self.reads_blocks = is_read and not any(shape.head_dim % 8 or shape.value_dim % 8 for shape in shapes)
+        self.reads_blocks = reads_blocks(shapes, device)
         self._slots = [(key.flatten(0, 1), value.flatten(0, 1)) for key, value in self.caches]
         sizes = [(num_blocks, kv_block_size, shape.num_kv_heads) for shape in shapes] if is_int8 else []
         self.scales = tuple(

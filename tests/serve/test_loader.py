@@ -21,6 +21,7 @@ from quantkit.serve.models import probe as probe_module
 from quantkit.serve.models.loader import load_model, resolve_dtype
 from quantkit.serve.models.packed_linear import DispatchedLinear
 from quantkit.serve.models.probe import probe_model
+from quantkit.source import open_source
 from quantkit_kernels.cpu_capability import has_bfloat16_matmul
 from quantkit_kernels.native_library import native_blocker
 
@@ -331,9 +332,11 @@ def test_a_model_that_mixes_sequences_is_refused(monkeypatch: pytest.MonkeyPatch
         probe_model(model, torch.float32)
 
 
-@pytest.mark.parametrize(("dtype", "share", "is_run"), [(torch.bfloat16, 0.3, True), (torch.bfloat16, 1.0, False)])
+@pytest.mark.parametrize(
+    ("has_coded_inputs", "share", "is_run"), [(True, 0.3, True), (True, 1.0, False), (False, 0.3, False)]
+)
 def test_rounding_that_8_bit_inputs_amplify_is_no_leak(
-    dtype: torch.dtype, share: float, is_run: bool, monkeypatch: pytest.MonkeyPatch
+    has_coded_inputs: bool, share: float, is_run: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real = probe_module._in_two_steps
 
@@ -342,9 +345,9 @@ def test_rounding_that_8_bit_inputs_amplify_is_no_leak(
         return logits + share * (logits - logits.mean()).abs().mean()
 
     monkeypatch.setattr(probe_module, "_in_two_steps", shifted)
-    model = build("llama", head_dim=8).to(dtype)
+    model = build("llama", head_dim=8).to(torch.bfloat16)
     with nullcontext() if is_run else pytest.raises(EngineError, match="its logits change"):
-        probe_model(model, dtype)
+        probe_model(model, torch.bfloat16, has_coded_inputs=has_coded_inputs)
 
 
 def test_whatever_a_model_raises_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -372,3 +375,13 @@ def test_other_families_run(model_type: str, changes: dict[str, Any]) -> None:
     """Softcaps, windows of some layers only, norms elsewhere, experts, multipliers."""
     shapes = probe_model(build(model_type, **changes), torch.float32)
     assert [(shape.num_kv_heads, shape.head_dim, shape.value_dim) for shape in shapes] == [(2, 8, 8)] * 2
+
+
+@pytest.mark.skipif(native_blocker() is not None, reason=str(native_blocker()))
+@pytest.mark.parametrize(("definition", "head_dim"), [("quantkit", 8), ("transformers", 8), ("quantkit", 12)])
+def test_the_record_names_attention_over_blocks_only_where_it_runs(
+    definition: Any, head_dim: int, make_tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = make_tiny_model("llama", tmp_path / "model", head_dim=head_dim)
+    kernels = load_model(open_source(folder), torch.float32, definition=definition).kernels
+    assert any(line.startswith("paged_attention: cpu native") for line in kernels) is (head_dim == 8)

@@ -1,6 +1,7 @@
 """From a checkpoint to a model that the engine can run: a decoder of our own, or transformers' definition."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ from transformers import PretrainedConfig
 from quantkit.errors import EngineError
 from quantkit.serve.attention import ATTENTION_NAME, register_attention
 from quantkit.serve.device import CPU, move_parameters, runs_triton
-from quantkit.serve.kv_cache import KVShape
+from quantkit.serve.kv_cache import KVShape, reads_blocks
 from quantkit.serve.models.build_decoder import build_decoder
 from quantkit.serve.models.decoder_config import UnknownDecoderError, read_decoder_config
 from quantkit.serve.models.linear_reader import LinearReader
@@ -90,6 +91,7 @@ def load_model(
             move_parameters(model, device)
             decoder = build_decoder(model, reader, config, dtype)
             kernels = [f"definition: quantkit ({source.config.model_type})", *_kernels(Counter(decoder.bodies), device)]
+            kernels += _attention(decoder.shapes, device)
             operations = (*DECODER_OPERATIONS, *(CODED_OPERATIONS if decoder.takes_codes else ()))
             kernels += [str(choose(operation, device)) for operation in operations]
             kernels += [str(choose(operation, device)) for operation in DEVICE_OPERATIONS if runs_triton(device)]
@@ -106,13 +108,15 @@ def load_model(
     kernels = [f"definition: transformers ({reason})", *_adapt(model, reader, dtype)]
     packed = sum(module.nbytes for module in model.modules() if isinstance(module, PackedLinear))
     dense = {parameter.data_ptr(): parameter.nbytes for parameter in model.parameters()}
+    has_coded_inputs = any(scheme.input is not None for scheme in reader.schemes)
+    shapes = probe_model(model, dtype, has_coded_inputs=has_coded_inputs)
     return LoadedModel(
         model=model,
         dtype=dtype,
-        shapes=probe_model(model, dtype),
+        shapes=shapes,
         max_model_len=max_model_len,
         scheme=_scheme(reader, dtype),
-        kernels=tuple(kernels),
+        kernels=(*kernels, *_attention(shapes, CPU)),
         weight_bytes=sum(dense.values()) + packed,
     )
 
@@ -139,9 +143,13 @@ def _adapt(model: Any, reader: LinearReader, dtype: torch.dtype) -> list[str]:
 
 def _kernels(bodies: Counter[tuple[str, str, str]], device: torch.device) -> list[str]:
     lines = [f"{operation}: {body} in {n} layers ({why})" for (operation, body, why), n in sorted(bodies.items())]
-    attention = choose("paged_attention", device)
-    is_read = device.type == "cpu" and attention.body != "reference" and not runs_triton(device)
-    return [str(choose("store_kv_cache", device)), *([str(attention)] if is_read else []), *lines]
+    return [str(choose("store_kv_cache", device)), *lines]
+
+
+def _attention(shapes: Sequence[KVShape], device: torch.device) -> list[str]:
+    """The body of a decode's attention on a CPU, where it is not gathered blocks and torch's."""
+    is_read = not runs_triton(device) and reads_blocks(shapes, device)
+    return [str(choose("paged_attention", device))] if is_read else []
 
 
 def _scheme(reader: LinearReader, dtype: torch.dtype) -> str:
