@@ -61,6 +61,7 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
         "qwen2": "Qwen2Config",
         "qwen3": "Qwen3Config",
         "mistral": "MistralConfig",
+        "gemma2": "Gemma2Config",
         "gemma3": "Gemma3TextConfig",
         "phi3": "Phi3Config",
         "mixtral": "MixtralConfig",
@@ -69,7 +70,7 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
     }
     if family == "mistral":
         settings["sliding_window"] = 24
-    elif family == "gemma3":
+    elif family in ("gemma2", "gemma3"):
         settings |= {
             "sliding_window": 24,
             "layer_types": ["sliding_attention", "full_attention"],
@@ -85,7 +86,7 @@ def _config(family: str, overrides: dict[str, Any]) -> Any:
     if family in ("qwen2", "phi3", "qwen2_moe"):
         del settings["head_dim"]  # these derive it: hidden_size / num_attention_heads = 16
     settings |= overrides
-    if family == "gemma3" and "num_hidden_layers" in overrides and "layer_types" not in overrides:
+    if family in ("gemma2", "gemma3") and "num_hidden_layers" in overrides and "layer_types" not in overrides:
         pattern = ["sliding_attention", "full_attention"]
         settings["layer_types"] = [pattern[i % 2] for i in range(settings["num_hidden_layers"])]
     return getattr(transformers, classes[family])(**settings)

@@ -3,7 +3,8 @@
 With 16-bit inputs the codes stay 8 bits wide in memory. Few bfloat16 rows go to aten's int8 kernel, which widens the
 codes in registers; for more rows they are widened a piece at a time, small enough to stay in the caches, and multiplied
 in float32. With 8-bit inputs both factors are whole numbers. Where the CPU multiplies those (VNNI) torch does it; else
-the codes are kept as float16, which holds them exactly, for a float32 product that is exact up to 2**24.
+`cpu_native_int8` does, and where that cannot be compiled the codes are kept as float16, which holds them exactly, for a
+float32 product that is exact up to 2**24.
 """
 
 import torch

@@ -30,7 +30,9 @@ class _Stored(Structure):
     )  # fmt: skip
 
 
-class _Cache(Structure):
+class CacheStructure(Structure):
+    """Keys or values as native/bodies.h has them."""
+
     _fields_ = (
         ("numbers", c_void_p), ("block_stride", c_int64), ("slot_stride", c_int64), ("head_stride", c_int64),
         ("columns", c_int64), ("scale", c_void_p),
@@ -40,7 +42,7 @@ class _Cache(Structure):
 class _Attention(Structure):
     _fields_ = (
         ("type", c_int), ("query", c_void_p), ("token_stride", c_int64), ("head_stride", c_int64),
-        ("key", _Cache), ("value", _Cache), ("tables", c_void_p), ("table_stride", c_int64),
+        ("key", CacheStructure), ("value", CacheStructure), ("tables", c_void_p), ("table_stride", c_int64),
         ("starts", c_void_p), ("lengths", c_void_p),
         ("sequences", c_int64), ("tokens", c_int64), ("blocks", c_int64),
         ("heads", c_int64), ("kv_heads", c_int64), ("block_size", c_int64), ("max_length", c_int64),
@@ -132,7 +134,7 @@ def store_kv_cache(
     """As `reference.store_kv_cache`; nothing is written if a slot is outside the cache."""
     if not (
         key.dim() == value.dim() == 3 and key_cache.dim() == value_cache.dim() == 4
-        and _is_cache(key_cache, key_scale) and _is_cache(value_cache, value_scale)
+        and is_cache(key_cache, key_scale) and is_cache(value_cache, value_scale)
         and key.dtype in FLOATING and key.dtype == value.dtype and key_cache.dtype == value_cache.dtype
         and key_cache.dtype in (key.dtype, torch.int8)
         and key.shape[:2] == value.shape[:2] and key_cache.shape[:2] == value_cache.shape[:2]
@@ -184,7 +186,7 @@ def paged_attention(
     """
     if not (
         query.dim() == 3 and key_cache.dim() == value_cache.dim() == 4 and query.stride(2) == 1
-        and _is_cache(key_cache, key_scale) and _is_cache(value_cache, value_scale)
+        and is_cache(key_cache, key_scale) and is_cache(value_cache, value_scale)
         and query.dtype in FLOATING and key_cache.dtype == value_cache.dtype
         and (query.dtype == torch.float32 or key_cache.dtype in (query.dtype, torch.int8))
         and key_cache.shape[3] == query.shape[2] and key_cache.shape[:3] == value_cache.shape[:3]
@@ -210,7 +212,7 @@ def paged_attention(
     partial = torch.empty(tokens, heads, parts, value_dim + 2) if parts > 1 else None
     step = _Attention(
         FLOATING[query.dtype], query.data_ptr(), query.stride(0), query.stride(1),
-        _cache(key_cache, key_scale), _cache(value_cache, value_scale),
+        cache_structure(key_cache, key_scale), cache_structure(value_cache, value_scale),
         block_tables.data_ptr(), block_tables.stride(0), cu_seqlens.data_ptr(), context_lens.data_ptr(),
         context_lens.shape[0], tokens, key_cache.shape[0], heads, key_cache.shape[2], key_cache.shape[1],
         max_context_len, scale, softcap or 0.0, sliding_window or 0, max(1, parts), out.data_ptr(), _pointer(partial),
@@ -221,7 +223,7 @@ def paged_attention(
     return out
 
 
-def _is_cache(cache: Tensor, scale: Tensor | None) -> bool:
+def is_cache(cache: Tensor, scale: Tensor | None) -> bool:
     """Whether a cache can be read: numbers without scales, or codes with scales."""
     if cache.stride(3) != 1 or not cache.is_cpu or (scale is None) == (cache.dtype == torch.int8):
         return False
@@ -231,8 +233,9 @@ def _is_cache(cache: Tensor, scale: Tensor | None) -> bool:
     )  # fmt: skip
 
 
-def _cache(numbers: Tensor, scale: Tensor | None) -> _Cache:
-    return _Cache(numbers.data_ptr(), *numbers.stride()[:3], numbers.shape[3], _pointer(scale))
+def cache_structure(numbers: Tensor, scale: Tensor | None) -> CacheStructure:
+    """Of a cache and the scales of its codes."""
+    return CacheStructure(numbers.data_ptr(), *numbers.stride()[:3], numbers.shape[3], _pointer(scale))
 
 
 def _pointer(tensor: Tensor | None) -> int | None:

@@ -5,7 +5,7 @@ in registers. A row's product is summed from the first column to the last, whate
 not depend on the batch.
 """
 
-from ctypes import c_int, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 from functools import cache
 from typing import Any
 
@@ -17,15 +17,24 @@ from quantkit_kernels.cpu_half import half_blocker
 from quantkit_kernels.native_library import native_blocker, native_library
 
 WIDTH = 16  # as in native/products.cpp
+HALF, INT4, INT8_INPUTS = range(3)  # as in native/bodies.h
+
+
+class Product(Structure):
+    """A weight as native/bodies.h has it; the tensors that it points to belong to a `NativeWeight`."""
+
+    _fields_ = (
+        ("kind", c_int), ("depth", c_int64), ("width", c_int64), ("group_size", c_int64),
+        ("weight", c_void_p), ("scales", c_void_p), ("bias", c_void_p), ("input_scale", c_void_p),
+    )  # fmt: skip
 
 
 @cache
-def _library() -> Any:
-    library = native_library()
-    library.half_gemm.argtypes = [*[c_void_p] * 4, *[c_int64] * 3, c_int]
-    library.int4_gemm.argtypes = [*[c_void_p] * 4, *[c_int64] * 4, c_int]
-    library.half_gemm.restype = library.int4_gemm.restype = None
-    return library
+def _multiply() -> Any:
+    function = native_library().multiply
+    function.argtypes = [POINTER(Product), c_void_p, c_void_p, c_int64, c_int]
+    function.restype = None
+    return function
 
 
 def in_panels(rows: Tensor) -> Tensor:
@@ -35,17 +44,70 @@ def in_panels(rows: Tensor) -> Tensor:
     return padded.unflatten(0, (-1, WIDTH)).movedim(1, -1).contiguous()
 
 
-class NativeHalf:
+class NativeWeight:
+    """A weight in panels; calling it multiplies.
+
+    Args:
+        kind: of native/bodies.h.
+        shape: N, K.
+        panels: what is multiplied.
+        scales: of codes, float32.
+        group_size: columns that share a scale.
+        bias: [N] floating or None.
+        input_scale: [1] float32 of static inputs, or None.
+
+    Attributes:
+        out_features: N.
+        in_features: K.
+        product: the same for other compiled bodies, as long as this weight lives.
+    """
+
+    def __init__(
+        self,
+        kind: int,
+        shape: tuple[int, int],
+        panels: Tensor,
+        *,
+        scales: Tensor | None = None,
+        group_size: int = 0,
+        bias: Tensor | None = None,
+        input_scale: Tensor | None = None,
+    ) -> None:
+        self.out_features, self.in_features = shape
+        reference.check_bias(bias, self.out_features)
+        self._bias = None if bias is None else bias.float().contiguous()
+        self._panels, self._scales, self._input_scale = panels, scales, input_scale
+        pointers = (_pointer(part) for part in (panels, scales, self._bias, input_scale))
+        self.product = Product(kind, self.in_features, self.out_features, group_size, *pointers)
+
+    def set_bias(self, bias: Tensor) -> None:
+        """Add a bias, [N], to every product from now on."""
+        reference.check_bias(bias, self.out_features)
+        self._bias = bias.float().contiguous()
+        self.product.bias = _pointer(self._bias)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this weight keeps in memory."""
+        kept = (self._panels, self._scales, self._bias, self._input_scale)
+        return sum(tensor.nbytes for tensor in kept if tensor is not None)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[..., N] product of the activations, [..., K], with the weight, and the bias added; in the type of x."""
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"x is {list(x.shape)}, allowed is [..., {self.in_features}]")
+        rows, product = x.float().contiguous(), torch.empty(*x.shape[:-1], self.out_features)
+        num_rows = rows.numel() // self.in_features
+        _multiply()(byref(self.product), rows.data_ptr(), product.data_ptr(), num_rows, torch.get_num_threads())
+        return product.to(x.dtype)
+
+
+class NativeHalf(NativeWeight):
     """A weight in float16; calling it multiplies.
 
     Args:
         weight: [N, K] floating or int8; not kept.
         bias: [N] or None.
-
-    Attributes:
-        out_features: N.
-        in_features: K.
-        nbytes: bytes that this weight keeps in memory.
 
     Precision: weights as in `cpu_half`; products and sums in float32, rounded once to the type of the activations.
 
@@ -59,24 +121,10 @@ class NativeHalf:
         blocker = native_half_blocker(weight)
         if blocker is not None:
             raise ValueError(blocker)
-        self.out_features, self.in_features = weight.shape
-        self._panels = in_panels(weight.half())
-        self._bias = None if bias is None else bias.float().contiguous()
-        self.nbytes = self._panels.nbytes + (0 if self._bias is None else self._bias.nbytes)
-        self._multiply = _library().half_gemm
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., N] product of the activations, [..., K], with the weight, and the bias added; in the type of x."""
-        rows, product = _rows(x, self.in_features, self.out_features)
-        self._multiply(
-            rows.data_ptr(), self._panels.data_ptr(), None if self._bias is None else self._bias.data_ptr(),
-            product.data_ptr(), rows.numel() // self.in_features, self.in_features, self.out_features,
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return product.to(x.dtype)
+        super().__init__(HALF, (weight.shape[0], weight.shape[1]), in_panels(weight.half()), bias=bias)
 
 
-class NativeW4A16:
+class NativeW4A16(NativeWeight):
     """A 4-bit weight; calling it multiplies.
 
     Args:
@@ -99,25 +147,12 @@ class NativeW4A16:
         if blocker is not None:
             raise ValueError(blocker)
         codes = in_panels(reference.unpack_int4(weight_packed).add_(8).view(torch.uint8))
-        self.out_features = len(weight_packed)
-        self.in_features = codes.shape[1]
-        self._group_size = self.in_features // scale.shape[1]
-        self._codes = codes[..., :8] | codes[..., 8:] << 4
         wide = scale.float()
         zeros = wide * -8 if zero_point is None else wide * (-8 - zero_point.float())
-        self._grids = torch.stack([in_panels(wide), in_panels(zeros)], dim=2)
-        self.nbytes = self._codes.nbytes + self._grids.nbytes
-        self._multiply = _library().int4_gemm
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[..., N] product of the activations, [..., K], with the weight; in the type of x."""
-        rows, product = _rows(x, self.in_features, self.out_features)
-        self._multiply(
-            rows.data_ptr(), self._codes.data_ptr(), self._grids.data_ptr(), product.data_ptr(),
-            rows.numel() // self.in_features, self.in_features, self.out_features, self._group_size,
-            torch.get_num_threads(),
-        )  # fmt: skip
-        return product.to(x.dtype)
+        shape = len(weight_packed), codes.shape[1]
+        grids = torch.stack([in_panels(wide), in_panels(zeros)], dim=2)
+        panels = codes[..., :8] | codes[..., 8:] << 4
+        super().__init__(INT4, shape, panels, scales=grids, group_size=shape[1] // scale.shape[1])
 
 
 def native_half_blocker(weight: Tensor) -> str | None:
@@ -134,8 +169,5 @@ def _device_blocker(weight: Tensor) -> str | None:
     return native_blocker() if weight.device.type == "cpu" else f"the weight is on {weight.device}"
 
 
-def _rows(x: Tensor, in_features: int, out_features: int) -> tuple[Tensor, Tensor]:
-    """The activations in float32, one behind the other, and memory for their products."""
-    if x.shape[-1] != in_features:
-        raise ValueError(f"x is {list(x.shape)}, allowed is [..., {in_features}]")
-    return x.float().contiguous(), torch.empty(*x.shape[:-1], out_features)
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

@@ -20,6 +20,7 @@ from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
 from quantkit_kernels.cpu_int8 import CpuW8A8, CpuW8A16, cpu_int8_blocker
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_native import BODY
+from quantkit_kernels.cpu_native_int8 import NativeW8A8, native_w8a8_blocker
 from quantkit_kernels.cpu_native_linear import NativeHalf, NativeW4A16, native_half_blocker, native_w4a16_blocker
 from quantkit_kernels.cpu_w4a16 import CpuW4A16, cpu_w4a16_blocker
 from quantkit_kernels.crossover_table import DEFAULT, Crossover, crossover
@@ -282,6 +283,11 @@ def choose_w8a8_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
     def prepack(codes: Tensor, scale: Tensor, input_scale: Tensor | None, bias: Tensor | None) -> CpuW8A8:
         return CpuW8A8(codes, scale, dtype, input_scale, bias)
 
-    body = "cpu int8 whole numbers" if has_int8_matmul() else "cpu int8 as float16"
-    fast = "with" if has_int8_matmul() else "without"
-    return Choice("w8a8_gemm", body, f"{dtype} on a CPU {fast} 8-bit matrix products (VNNI)", prepack)
+    if has_int8_matmul():
+        reason = f"{dtype} on a CPU with 8-bit matrix products (VNNI)"
+        return Choice("w8a8_gemm", "cpu int8 whole numbers", reason, prepack)
+    reason = f"{dtype} on a CPU without 8-bit matrix products (VNNI)"
+    no_native = native_w8a8_blocker(codes)
+    if no_native is None:
+        return Choice("w8a8_gemm", NativeW8A8.body, reason, NativeW8A8)
+    return Choice("w8a8_gemm", "cpu int8 as float16", f"{reason}; {no_native}", prepack)

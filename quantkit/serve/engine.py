@@ -20,6 +20,7 @@ from quantkit.serve.detokenizer import decode_all, make_decode
 from quantkit.serve.device import resolve_device, runs_triton
 from quantkit.serve.device_limits import check_device_limits
 from quantkit.serve.metrics import EngineMetrics
+from quantkit.serve.models.decoder import Decoder
 from quantkit.serve.models.loader import load_model, resolve_dtype
 from quantkit.serve.next_tokens import NextToken, choose_tokens, score_prompts
 from quantkit.serve.not_finite import why_not_finite
@@ -247,7 +248,7 @@ class Engine:
         is_fixed = self.config.deterministic
         sampled: list[Request] = []
         logits: list[Tensor] = []
-        for parts in [[part] for part in planned] if is_fixed else [planned]:
+        for parts in self._passes(planned):
             batch = build_batch(parts, self.config.kv_block_size, has_fixed_shapes=is_fixed)
             found = self._runner.forward(batch)
             score_prompts(batch, found)
@@ -257,6 +258,16 @@ class Engine:
             part.request.num_computed_tokens += part.num_tokens
         self._reporter.computed(planned)
         return logits[0] if len(logits) == 1 else torch.cat(logits), sampled
+
+    def _passes(self, planned: Sequence[Scheduled]) -> list[Sequence[Scheduled]]:
+        """What is computed together: everything, unless numbers must not depend on what else is computed."""
+        if not self.config.deterministic:
+            return [planned]
+        together: list[Scheduled] = []
+        if isinstance(self._loaded.model, Decoder) and self._loaded.model.decodes_apart:
+            together = [part for part in planned if part.num_tokens == 1]
+        alone = [[part] for part in planned if part not in together]
+        return [together, *alone] if together else [*alone]
 
     def _take(self, chosen: NextToken) -> list[RequestOutput]:
         """Give a request its next token."""

@@ -80,17 +80,19 @@ def test_w8a8(
     has_int8_matmul: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Both bodies run on every CPU; which is the faster one is another matter."""
+    """Both bodies run on every CPU; which is the faster one is another matter. Compiled: test_native_int8.py."""
     from quantkit_kernels import dispatch
 
     for module in (cpu_int8, dispatch):
         monkeypatch.setattr(module, "has_int8_matmul", lambda: has_int8_matmul)
+    monkeypatch.setattr(dispatch, "native_w8a8_blocker", lambda codes: "no compiler")
     codes, scale = make_weight(out_features, in_features)
     input_scale = torch.tensor([0.02]) if static else None
     x = make_input(rows, in_features, dtype)
     weight, reason = prepack_w8a8(codes, scale, dtype, input_scale)
     assert isinstance(weight, CpuW8A8)
-    assert ("without" in reason) != has_int8_matmul
+    fast, why_not = ("with", "") if has_int8_matmul else ("without", "; no compiler")
+    assert reason == f"{dtype} on a CPU {fast} 8-bit matrix products (VNNI){why_not}"
     assert weight.body == ("cpu int8 whole numbers" if has_int8_matmul else "cpu int8 as float16")
     assert_near(weight(x), reference.w8a8_gemm(x, codes, scale, input_scale))
     assert torch.equal(w8a8_gemm(x, codes, scale, input_scale), weight(x))

@@ -2,7 +2,7 @@
 //
 // The keys of a query are cut into parts of fixed length, which threads share; what they give is merged in order. So a
 // query's result depends neither on the number of threads nor on what else is computed.
-#include "vectors.h"
+#include "bodies.h"
 
 constexpr int64_t PART = 256;      // keys of a part
 constexpr int TILE = 32;           // keys whose scores are held at a time
@@ -10,27 +10,6 @@ constexpr int MAX_HEAD_DIM = 256;
 constexpr int MAX_GROUP = 4;       // query heads that read the same keys together
 
 static const float NOTHING[MAX_HEAD_DIM] = {};
-
-struct Cache {
-    const void *numbers;
-    int64_t block_stride, slot_stride, head_stride, columns;
-    const float *scale;  // [blocks, block_size, kv_heads] of codes, or null
-};
-
-struct Attention {
-    int type;  // of query and out
-    const void *query;
-    int64_t token_stride, head_stride;
-    Cache key, value;
-    const int32_t *tables;
-    int64_t table_stride;
-    const int32_t *starts, *lengths;
-    int64_t sequences, tokens, blocks, heads, kv_heads, block_size, max_length;
-    float scale, softcap;    // softcap 0 is none
-    int64_t window, parts;   // window 0 is none; no sequence has more parts
-    void *out;               // [tokens, heads, value.columns]
-    float *partial;          // [tokens, heads, parts, value.columns + 2]: sums, largest score, sum of weights
-};
 
 // Where a query stands: its sequence's table, and which keys it sees.
 struct Query {
@@ -59,30 +38,69 @@ __attribute__((noinline)) static void soften(float *scores, int count, float cap
     }
 }
 
-// State of a running softmax over some heads.
-template <int GROUP> struct Running {
-    float most[GROUP], total[GROUP];
-    alignas(32) float sums[GROUP][MAX_HEAD_DIM];
+// Rows of a tile of keys or values: where the first head's numbers lie, and the place of its scale.
+template <class K> struct Rows {
+    int count = 0;
+    const K *keys[TILE], *values[TILE];
+    int64_t scales[TILE];
 };
 
-template <int GROUP, class K>
-static void score_tile(int64_t columns, const float (*query)[MAX_HEAD_DIM], const K **keys, const float *factors, int count,
-                       float (*scores)[TILE]) {
-    for (int j = 0; j < count; j++) {
-        __m256 sums[GROUP] = {};
-        for (int64_t d = 0; d < columns; d += 8) {
-            __m256 key = load8(keys[j] + d);
-            UNROLL for (int g = 0; g < GROUP; g++) sums[g] = _mm256_fmadd_ps(key, _mm256_load_ps(query[g] + d), sums[g]);
+// Ask for the numbers of key `j` before they are read: rows lie far apart, and waiting for each would be half of the time.
+template <class K> static inline void fetch(const Attention &a, const Rows<K> &rows, int j, int64_t kv_head) {
+    if (j >= rows.count) return;
+    auto lines = [](const K *row, int64_t columns) {
+        for (int64_t i = 0; i < columns; i += 64 / sizeof(K)) _mm_prefetch((const char *)(row + i), _MM_HINT_T0);
+    };
+    lines(rows.keys[j] + kv_head * a.key.head_stride, a.key.columns);
+    lines(rows.values[j] + kv_head * a.value.head_stride, a.value.columns);
+}
+
+static inline __m128 half_sum(__m256 x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+
+// The scores of KEYS keys from number `j` on.
+template <int GROUP, int KEYS, class K>
+static inline void score_keys(const Attention &a, const K *const *keys, int64_t offset, const float *queries, float (*scores)[TILE], int j) {
+    int64_t columns = a.key.columns;
+    __m256 sums[GROUP][KEYS] = {};
+    for (int64_t d = 0; d < columns; d += 8) {
+        __m256 key[KEYS];
+        UNROLL for (int i = 0; i < KEYS; i++) key[i] = load8(keys[j + i] + offset + d);
+        UNROLL for (int g = 0; g < GROUP; g++) {
+            __m256 query = _mm256_load_ps(queries + g * columns + d);
+            UNROLL for (int i = 0; i < KEYS; i++) sums[g][i] = _mm256_fmadd_ps(key[i], query, sums[g][i]);
         }
-        UNROLL for (int g = 0; g < GROUP; g++) scores[g][j] = sum(sums[g]) * factors[j];
     }
+    UNROLL for (int g = 0; g < GROUP; g++) {
+        if constexpr (KEYS == 1) {
+            scores[g][j] = sum(sums[g][0]);
+        } else {
+            __m128 both = _mm_hadd_ps(half_sum(sums[g][0]), half_sum(sums[g][1]));
+            _mm_storel_pi((__m64 *)(scores[g] + j), _mm_hadd_ps(both, both));
+        }
+    }
+}
+
+template <int GROUP, class K>
+static void score_tile(const Attention &a, const Rows<K> &rows, const Rows<K> &next, int64_t kv_head, const float *queries,
+                       float (*scores)[TILE]) {
+    int64_t offset = kv_head * a.key.head_stride;
+    int j = 0;
+    for (; j + 2 <= rows.count; j += 2) {
+        fetch(a, next, j, kv_head), fetch(a, next, j + 1, kv_head);
+        score_keys<GROUP, 2>(a, rows.keys, offset, queries, scores, j);
+    }
+    if (j < rows.count) score_keys<GROUP, 1>(a, rows.keys, offset, queries, scores, j);
+    for (j = 0; j < rows.count && a.key.scale; j++)
+        for (int g = 0; g < GROUP; g++) scores[g][j] *= a.key.scale[rows.scales[j] + kv_head];
 }
 
 // Scores become weights; what was summed so far is brought to the new largest score.
 __attribute__((noinline)) static void weigh(float *scores, int count, float &most, float &total, float *sums, int64_t columns) {
     for (int j = count; j < (count + 7) / 8 * 8; j++) scores[j] = -INFINITY;
     float before = most;
-    for (int j = 0; j < count; j++) most = scores[j] > most ? scores[j] : most;
+    __m256 highest = _mm256_set1_ps(most);
+    for (int j = 0; j < count; j += 8) highest = _mm256_max_ps(_mm256_load_ps(scores + j), highest);
+    most = largest(highest);
     __m256 all = _mm256_setzero_ps();
     for (int j = 0; j < count; j += 8) {
         __m256 weights = exponential(_mm256_sub_ps(_mm256_load_ps(scores + j), _mm256_set1_ps(most)));
@@ -98,17 +116,29 @@ __attribute__((noinline)) static void weigh(float *scores, int count, float &mos
     total += sum(all);
 }
 
-template <int GROUP, class K>
-static void add_tile(const float (*weights)[TILE], const K **values, int count, int64_t columns, float (*sums)[MAX_HEAD_DIM]) {
-    for (int64_t d = 0; d < columns; d += 8) {
-        __m256 own[GROUP];
-        UNROLL for (int g = 0; g < GROUP; g++) own[g] = _mm256_load_ps(sums[g] + d);
-        for (int j = 0; j < count; j++) {
-            __m256 value = load8(values[j] + d);
-            UNROLL for (int g = 0; g < GROUP; g++) own[g] = _mm256_fmadd_ps(value, _mm256_broadcast_ss(weights[g] + j), own[g]);
+// 8 * WIDE columns of the values, times the weights of each head, onto the sums.
+template <int GROUP, int WIDE, class K>
+static void add_columns(const Rows<K> &rows, int64_t offset, const float (*weights)[TILE], float *sums, int64_t stride) {
+    __m256 own[GROUP][WIDE];
+    UNROLL for (int g = 0; g < GROUP; g++)
+        UNROLL for (int i = 0; i < WIDE; i++) own[g][i] = _mm256_load_ps(sums + g * stride + 8 * i);
+    for (int j = 0; j < rows.count; j++) {
+        __m256 value[WIDE];
+        UNROLL for (int i = 0; i < WIDE; i++) value[i] = load8(rows.values[j] + offset + 8 * i);
+        UNROLL for (int g = 0; g < GROUP; g++) {
+            __m256 weight = _mm256_broadcast_ss(weights[g] + j);
+            UNROLL for (int i = 0; i < WIDE; i++) own[g][i] = _mm256_fmadd_ps(value[i], weight, own[g][i]);
         }
-        UNROLL for (int g = 0; g < GROUP; g++) _mm256_store_ps(sums[g] + d, own[g]);
     }
+    UNROLL for (int g = 0; g < GROUP; g++)
+        UNROLL for (int i = 0; i < WIDE; i++) _mm256_store_ps(sums + g * stride + 8 * i, own[g][i]);
+}
+
+template <int GROUP, class K>
+static void add_tile(const Attention &a, const Rows<K> &rows, int64_t kv_head, const float (*weights)[TILE], float *sums) {
+    int64_t d = 0, columns = a.value.columns, offset = kv_head * a.value.head_stride;
+    for (; d + 16 <= columns; d += 16) add_columns<GROUP, 2>(rows, offset + d, weights, sums + d, columns);
+    if (d < columns) add_columns<GROUP, 1>(rows, offset + d, weights, sums + d, columns);
 }
 
 // The numbers of one head of a query, times the scale.
@@ -127,53 +157,75 @@ __attribute__((noinline)) static void write_out(const Attention &a, int64_t row,
     });
 }
 
-// GROUP heads from `head` on, of one query, over the keys first .. last.
+// Running softmax of some heads of one query over a part of its keys.
+struct Running {
+    float *queries, *sums, *most, *total;  // [heads, key.columns], [heads, value.columns], [heads], [heads]
+};
+
+// A tile of keys, for GROUP heads from number `head` of those that run, which share a head of keys.
 template <int GROUP, class K>
-static void attend(const Attention &a, const Query &q, int64_t head, int64_t first, int64_t last, Running<GROUP> &run) {
-    alignas(32) float query[GROUP][MAX_HEAD_DIM], scores[GROUP][TILE];
+static void attend_tile(const Attention &a, const Rows<K> &rows, const Rows<K> &next, int64_t kv_head, Running &run, int64_t head) {
+    alignas(32) float scores[GROUP][TILE];
+    float *sums = run.sums + head * a.value.columns;
+    score_tile<GROUP>(a, rows, next, kv_head, run.queries + head * a.key.columns, scores);
     for (int g = 0; g < GROUP; g++) {
-        read_query(a, q.token, head + g, query[g]);
-        run.most[g] = -INFINITY, run.total[g] = 0;
-        memset(run.sums[g], 0, a.value.columns * sizeof(float));
+        if (a.softcap) soften(scores[g], rows.count, a.softcap);
+        weigh(scores[g], rows.count, run.most[head + g], run.total[head + g], sums + g * a.value.columns, a.value.columns);
+        for (int j = 0; j < rows.count && a.value.scale; j++) scores[g][j] *= a.value.scale[rows.scales[j] + kv_head];
     }
-    int64_t kv_head = head / (a.heads / a.kv_heads);
-    for (int64_t start = first; start < last; start += TILE) {
-        int count = last - start < TILE ? (int)(last - start) : TILE;
-        const K *keys[TILE], *values[TILE];
-        float key_factors[TILE], value_factors[TILE];
-        for (int j = 0; j < count; j++) {
-            int64_t block = q.table[(start + j) / a.block_size], slot = (start + j) % a.block_size;
-            keys[j] = (const K *)a.key.numbers + block * a.key.block_stride + slot * a.key.slot_stride + kv_head * a.key.head_stride;
-            values[j] = (const K *)a.value.numbers + block * a.value.block_stride + slot * a.value.slot_stride + kv_head * a.value.head_stride;
-            int64_t place = (block * a.block_size + slot) * a.kv_heads + kv_head;
-            key_factors[j] = a.key.scale ? a.key.scale[place] : 1;
-            value_factors[j] = a.value.scale ? a.value.scale[place] : 1;
-        }
-        score_tile<GROUP, K>(a.key.columns, query, keys, key_factors, count, scores);
-        for (int g = 0; g < GROUP; g++) {
-            if (a.softcap) soften(scores[g], count, a.softcap);
-            weigh(scores[g], count, run.most[g], run.total[g], run.sums[g], a.value.columns);
-            for (int j = 0; j < count && a.value.scale; j++) scores[g][j] *= value_factors[j];
-        }
-        add_tile<GROUP, K>(scores, values, count, a.value.columns, run.sums);
+    add_tile<GROUP>(a, rows, kv_head, scores, sums);
+}
+
+// The rows of the keys from `first` on, as many as a tile holds.
+template <class K> static void find_rows(const Attention &a, const int32_t *table, int64_t first, int64_t last, Rows<K> &rows) {
+    int64_t place = first / a.block_size, slot = first % a.block_size;
+    rows.count = last <= first ? 0 : last - first < TILE ? (int)(last - first) : TILE;
+    for (int j = 0; j < rows.count; j++) {
+        int64_t block = table[place];
+        rows.keys[j] = (const K *)a.key.numbers + block * a.key.block_stride + slot * a.key.slot_stride;
+        rows.values[j] = (const K *)a.value.numbers + block * a.value.block_stride + slot * a.value.slot_stride;
+        rows.scales[j] = (block * a.block_size + slot) * a.kv_heads;
+        if (++slot == a.block_size) slot = 0, place++;
     }
 }
 
-// GROUP heads over part number `part`: into the output if it is the only one, else into what is merged later.
-template <int GROUP, class K> static void attend_part(const Attention &a, const Query &q, int64_t head, int64_t part) {
+// Part number `part` of a query's keys, for the heads that share the heads first_kv .. last_kv of keys: into the output
+// if it is the only part, else into what is merged later. A tile's rows are read for all heads while they are at hand.
+template <class K> static void attend_part(const Attention &a, const Query &q, int64_t part, int64_t first_kv, int64_t last_kv) {
     int64_t first = q.first + part * PART, last = first + PART < q.last ? first + PART : q.last;
-    Running<GROUP> run;
-    attend<GROUP, K>(a, q, head, first, last, run);
-    for (int g = 0; g < GROUP; g++) {
-        int64_t row = q.token * a.heads + head + g, columns = a.value.columns;
+    int64_t group = a.heads / a.kv_heads, head = first_kv * group, heads = (last_kv - first_kv) * group;
+    int64_t keys = a.key.columns, values = a.value.columns;
+    float *memory = (float *)_mm_malloc(heads * (keys + values + 2) * sizeof(float), 64);
+    Running run{memory, memory + heads * keys, memory + heads * (keys + values), memory + heads * (keys + values + 1)};
+    for (int64_t h = 0; h < heads; h++) {
+        read_query(a, q.token, head + h, run.queries + h * keys);
+        run.most[h] = -INFINITY, run.total[h] = 0;
+    }
+    memset(run.sums, 0, heads * values * sizeof(float));
+    Rows<K> tiles[2];
+    find_rows(a, q.table, first, last, tiles[0]);
+    for (int64_t start = first, turn = 0; start < last; start += TILE, turn ^= 1) {
+        Rows<K> &rows = tiles[turn], &next = tiles[turn ^ 1];
+        find_rows(a, q.table, start + TILE, last, next);
+        for (int64_t kv = first_kv; kv < last_kv; kv++) {
+            int64_t h = (kv - first_kv) * group, end = h + group;
+            for (; end - h >= MAX_GROUP; h += MAX_GROUP) attend_tile<MAX_GROUP>(a, rows, next, kv, run, h);
+            if (end - h == 3) attend_tile<3>(a, rows, next, kv, run, h);
+            if (end - h == 2) attend_tile<2>(a, rows, next, kv, run, h);
+            if (end - h == 1) attend_tile<1>(a, rows, next, kv, run, h);
+        }
+    }
+    for (int64_t h = 0; h < heads; h++) {
+        int64_t row = q.token * a.heads + head + h;
         if (q.last - q.first <= PART) {
-            write_out(a, row, run.sums[g], run.total[g]);
+            write_out(a, row, run.sums + h * values, run.total[h]);
             continue;
         }
-        float *to = a.partial + (row * a.parts + part) * (columns + 2);
-        memcpy(to, run.sums[g], columns * sizeof(float));
-        to[columns] = run.most[g], to[columns + 1] = run.total[g];
+        float *to = a.partial + (row * a.parts + part) * (values + 2);
+        memcpy(to, run.sums + h * values, values * sizeof(float));
+        to[values] = run.most[h], to[values + 1] = run.total[h];
     }
+    _mm_free(memory);
 }
 
 static void merge(const Attention &a, const Query &q, int64_t head) {
@@ -190,18 +242,15 @@ static void merge(const Attention &a, const Query &q, int64_t head) {
 }
 
 template <class K> static void attend_all(const Attention &a, int threads) {
-    int64_t tokens = a.tokens, group = a.heads / a.kv_heads, work = tokens * a.heads * a.parts * PART * a.key.columns;
-    parallel(tokens * a.kv_heads * a.parts, work, threads, [&](int64_t item) {
-        int64_t part = item % a.parts, kv_head = item / a.parts % a.kv_heads;
-        Query q = find_query(a, item / a.parts / a.kv_heads);
-        int64_t head = kv_head * group, end = head + group;
+    int64_t tokens = a.tokens, work = tokens * a.heads * a.parts * PART * a.key.columns;
+    int64_t splits = tokens * a.parts < 2 * threads ? a.kv_heads : 1;  // of the heads, where tokens are too few to share out
+    parallel(tokens * a.parts * splits, work, threads, [&](int64_t item) {
+        int64_t part = item / splits % a.parts, kv_heads = a.kv_heads / splits, first_kv = item % splits * kv_heads;
+        Query q = find_query(a, item / splits / a.parts);
         if (q.last <= q.first && part == 0)
-            for (int64_t h = head; h < end; h++) write_out(a, q.token * a.heads + h, NOTHING, 1);
-        if (q.first + part * PART >= q.last) return;
-        for (; end - head >= MAX_GROUP; head += MAX_GROUP) attend_part<MAX_GROUP, K>(a, q, head, part);
-        if (end - head == 3) attend_part<3, K>(a, q, head, part);
-        if (end - head == 2) attend_part<2, K>(a, q, head, part);
-        if (end - head == 1) attend_part<1, K>(a, q, head, part);
+            for (int64_t h = first_kv * a.heads / a.kv_heads; h < (first_kv + kv_heads) * a.heads / a.kv_heads; h++)
+                write_out(a, q.token * a.heads + h, NOTHING, 1);
+        if (q.first + part * PART < q.last) attend_part<K>(a, q, part, first_kv, first_kv + kv_heads);
     });
     if (a.parts > 1)
         parallel(tokens * a.heads, tokens * a.heads * a.parts * a.value.columns, threads, [&](int64_t item) {

@@ -2,10 +2,8 @@
 //
 // A row is summed over k from the first to the last, with one accumulator for each output, however many rows there are:
 // a row's product does not depend on the rows beside it.
-#include "vectors.h"
-
-constexpr int WIDTH = 16;                  // rows of the weight in a panel
-constexpr int64_t ROWS_BYTES = 192 << 10;  // activations that a core goes through again for each panel stay in its cache
+#include "bodies.h"
+#include "panels.h"
 
 // [K, 16] of float32 or float16.
 template <class T> struct Dense {
@@ -58,56 +56,56 @@ static void tile(const Panel &panel, const float *x, int64_t depth, float *y, in
 template <int MOST, class Panel>
 static void tiles(const Panel &panel, const float *x, int64_t rows, int64_t depth, float *y, int64_t y_stride, int64_t columns,
                   const float *bias) {
-    int64_t r = 0;
-    for (; r + MOST <= rows; r += MOST) tile<MOST>(panel, x + r * depth, depth, y + r * y_stride, y_stride, columns, bias);
-    x += r * depth, y += r * y_stride;
-    switch (rows - r) {
-        case 5: if constexpr (MOST > 5) tile<5>(panel, x, depth, y, y_stride, columns, bias); break;
-        case 4: if constexpr (MOST > 4) tile<4>(panel, x, depth, y, y_stride, columns, bias); break;
-        case 3: tile<3>(panel, x, depth, y, y_stride, columns, bias); break;
-        case 2: tile<2>(panel, x, depth, y, y_stride, columns, bias); break;
-        case 1: tile<1>(panel, x, depth, y, y_stride, columns, bias); break;
-    }
+    in_tiles<MOST>(rows, [&](auto n, int64_t r) { tile<n>(panel, x + r * depth, depth, y + r * y_stride, y_stride, columns, bias); });
 }
 
 // body(panel, x, rows, y) for every panel, and for the rows in parts that stay in a core's cache.
 template <class Body>
 static void by_panel(const float *x, float *y, int64_t rows, int64_t depth, int64_t width, int threads, Body body) {
-    int64_t part = ROWS_BYTES / (4 * depth) / 6 * 6;
-    if (part < 6) part = 6;
+    int64_t part = rows_at_once(depth * sizeof(float));
     for (int64_t start = 0; start < rows; start += part) {
         int64_t count = rows - start < part ? rows - start : part;
-        parallel((width + WIDTH - 1) / WIDTH, depth * width * count, threads,
+        parallel(panels_of(width), depth * width * count, threads,
                  [=](int64_t panel) { body(panel, x + start * depth, count, y + start * width); });
     }
 }
 
-static int64_t columns_of(int64_t panel, int64_t width) { return width - panel * WIDTH < WIDTH ? width - panel * WIDTH : WIDTH; }
-
-extern "C" {
-
 // y [rows, width] = x [rows, depth] . weight^T + bias; weight [panels, depth, 16] float16.
-void half_gemm(const float *x, const float16 *weight, const float *bias, float *y, int64_t rows, int64_t depth, int64_t width, int threads) {
+static void half_gemm(const Product &product, const float *x, float *y, int64_t rows, int threads) {
+    int64_t depth = product.depth, width = product.width;
+    const float16 *weight = (const float16 *)product.weight;
+    const float *bias = product.bias;
     by_panel(x, y, rows, depth, width, threads, [=](int64_t p, const float *x, int64_t rows, float *y) {
         Dense<float16> panel{weight + p * depth * WIDTH};
-        tiles<6>(panel, x, rows, depth, y + p * WIDTH, width, columns_of(p, width), bias ? bias + p * WIDTH : nullptr);
+        tiles<TILE>(panel, x, rows, depth, y + p * WIDTH, width, columns_of(p, width), bias ? bias + p * WIDTH : nullptr);
     });
 }
 
 // The same of 4-bit codes, [panels, depth, 8] bytes; grids [panels, depth / group_size, 2, 16] float32.
-void int4_gemm(const float *x, const uint8_t *codes, const float *grids, float *y, int64_t rows, int64_t depth, int64_t width,
-               int64_t group_size, int threads) {
+static void int4_gemm(const Product &product, const float *x, float *y, int64_t rows, int threads) {
+    int64_t depth = product.depth, width = product.width, group_size = product.group_size;
+    const uint8_t *codes = (const uint8_t *)product.weight;
+    const float *grids = product.scales, *bias = product.bias;
     by_panel(x, y, rows, depth, width, threads, [=](int64_t p, const float *x, int64_t rows, float *y) {
         Codes4 panel{codes + p * depth * WIDTH / 2, grids + p * (depth / group_size) * 2 * WIDTH, group_size};
+        const float *own = bias ? bias + p * WIDTH : nullptr;
         y += p * WIDTH;
-        if (rows <= 4) return tiles<4>(panel, x, rows, depth, y, width, columns_of(p, width), nullptr);
+        if (rows <= 4) return tiles<4>(panel, x, rows, depth, y, width, columns_of(p, width), own);
         float *wide = (float *)_mm_malloc(depth * WIDTH * sizeof(float), 64);
         panel.each(depth, [=](int64_t k, __m256 first, __m256 second) {
             store8(wide + k * WIDTH, first);
             store8(wide + k * WIDTH + 8, second);
         });
-        tiles<6>(Dense<float>{wide}, x, rows, depth, y, width, columns_of(p, width), nullptr);
+        tiles<TILE>(Dense<float>{wide}, x, rows, depth, y, width, columns_of(p, width), own);
         _mm_free(wide);
     });
 }
+
+// y [rows, width] = x [rows, depth] . weight^T + bias.
+extern "C" void multiply(const Product *product, const float *x, float *y, int64_t rows, int threads) {
+    switch (product->kind) {
+        case HALF: return half_gemm(*product, x, y, rows, threads);
+        case INT4: return int4_gemm(*product, x, y, rows, threads);
+        case INT8_INPUTS: return int8_gemm(*product, x, y, rows, threads);
+    }
 }

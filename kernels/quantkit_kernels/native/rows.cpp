@@ -1,5 +1,5 @@
 // What is computed between products, row by row: see quantkit_kernels/reference for what each operation means.
-#include "vectors.h"
+#include "bodies.h"
 
 template <class T>
 static void norm_row(const T *x, const T *residual, const float *weight, T *total, T *out, int64_t columns, float eps) {
@@ -60,15 +60,6 @@ template <class From, class To> static void store_row(const From *from, To *to, 
         store(to + i, scale ? _mm256_div_ps(x, divisor) : x, columns - i);
     }
 }
-
-// Memory of keys or values: those of new tokens [tokens, heads, columns], and a cache [blocks, block_size, heads, columns].
-struct Stored {
-    const void *from;
-    int64_t token_stride, head_stride, columns;
-    void *cache;
-    int64_t block_stride, slot_stride, cache_head_stride;
-    float *scale;  // [blocks, block_size, heads], or null
-};
 
 template <class From, class To> static void store_token(const Stored &part, int64_t token, int64_t slot, int64_t block_size, int64_t heads) {
     To *to = (To *)part.cache + slot / block_size * part.block_stride + slot % block_size * part.slot_stride;

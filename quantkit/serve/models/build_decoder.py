@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from quantkit.experts import LinearExperts
 from quantkit.serve.attention import Layer
 from quantkit.serve.models.coded_rows import silu_mul_coded
+from quantkit.serve.models.compiled_layers import CompiledLayers, NotCompiledError
 from quantkit.serve.models.decoder import Attention, Decoder, DecoderLayer
 from quantkit.serve.models.decoder_config import Activation, DecoderConfig
 from quantkit.serve.models.feed_forward import Experts, FeedForward, Gate
@@ -60,7 +61,14 @@ class _Builder:
             RotaryFrequencies(self._model.model.rotary_emb, names, embedding.device),
             self._projections,
             self._others,
+            self._compile(layers, embedding.device),
         )
+
+    def _compile(self, layers: list[DecoderLayer], device: torch.device) -> CompiledLayers | NotCompiledError:
+        try:
+            return CompiledLayers(layers, self._config, self._dtype, device)
+        except NotCompiledError as error:
+            return error
 
     def _layer(self, number: int) -> DecoderLayer:
         prefix, family = f"model.layers.{number}", self._config.family

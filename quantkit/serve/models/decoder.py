@@ -16,12 +16,14 @@ from quantkit.serve.attention import Layer, attend
 from quantkit.serve.attention_metadata import AttentionMetadata
 from quantkit.serve.kv_cache import KVShape
 from quantkit.serve.models.coded_rows import Rows, norm
+from quantkit.serve.models.compiled_layers import CompiledLayers, NotCompiledError
 from quantkit.serve.models.decoder_config import DecoderConfig
 from quantkit.serve.models.feed_forward import Experts, FeedForward
 from quantkit.serve.models.projection import Projection
 from quantkit.serve.models.rotary import RotaryFrequencies
 from quantkit.serve.paged_step import PagedStep
 from quantkit_kernels import rms_norm, rotary_embedding
+from quantkit_kernels.cpu_native_linear import NativeWeight
 from quantkit_kernels.dispatch import activation_dtype
 
 Turns = Mapping[str, tuple[Tensor, Tensor]]
@@ -39,6 +41,11 @@ class Attention:
         head_norms: weights of the norms over each query's and each key's numbers; None for none.
 
     Attributes:
+        qkv: as given.
+        output: as given.
+        layer: as given.
+        head_norms: as given.
+        rope: the frequencies by which heads are turned; None for none.
         takes_codes: as `Projection.takes_codes`.
     """
 
@@ -51,27 +58,27 @@ class Attention:
         dtype: torch.dtype,
         head_norms: tuple[Tensor, Tensor] | None,
     ) -> None:
-        self._qkv, self._output = qkv, output
-        self._layer, self._rope, self._eps = layer, config.rope[layer.number], config.eps
+        self.qkv, self.output, self.layer, self.head_norms = qkv, output, layer, head_norms
+        self.rope, self._eps = config.rope[layer.number], config.eps
         self._num_heads, self._num_kv_heads, self._head_dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self._dtype, self._head_norms = dtype, head_norms
+        self._dtype = dtype
         self.takes_codes = qkv.takes_codes
 
     def __call__(self, x: Rows, turns: Turns, metadata: AttentionMetadata | PagedStep) -> Tensor:
         """[T, K] from [T, K]."""
         heads, kv_heads = self._num_heads, self._num_kv_heads
-        qkv = self._qkv(x).unflatten(1, (-1, self._head_dim))
+        qkv = self.qkv(x).unflatten(1, (-1, self._head_dim))
         both = heads + kv_heads
         query, key, value = qkv[:, :heads], qkv[:, heads:both], qkv[:, both:]
-        if self._head_norms is not None:
-            for part, weight in zip((query, key), self._head_norms, strict=True):
+        if self.head_norms is not None:
+            for part, weight in zip((query, key), self.head_norms, strict=True):
                 part.copy_(rms_norm(part.reshape(-1, self._head_dim), weight, self._eps).view(part.shape))
-        if self._rope is not None:
-            rotary_embedding(query, key, *turns[self._rope])
+        if self.rope is not None:
+            rotary_embedding(query, key, *turns[self.rope])
         if self._dtype != qkv.dtype:
             narrow = qkv[:, heads:].to(self._dtype)
             key, value = narrow[:, :kv_heads], narrow[:, kv_heads:]
-        return self._output(attend(query, key, value, self._layer, metadata).flatten(1))
+        return self.output(attend(query, key, value, self.layer, metadata).flatten(1))
 
 
 @dataclass(slots=True)
@@ -125,8 +132,10 @@ class Decoder(nn.Module):
         frequencies: of the rotary embedding.
         projections: all products that the model is made of.
         others: name -> parameters that are in none of them.
+        compiled: the layers as one call, or why they are none.
 
     Attributes:
+        compiled: as given.
         dtype: of the model: of keys and values.
         activation_dtype: of everything else.
         bodies: (operation, body, reason) -> how many products.
@@ -144,12 +153,13 @@ class Decoder(nn.Module):
         frequencies: RotaryFrequencies,
         projections: list[Projection],
         others: Mapping[str, Tensor],
+        compiled: CompiledLayers | NotCompiledError,
     ) -> None:
         super().__init__()
         self.dtype = embedding.dtype
         self.activation_dtype = activation_dtype(embedding.device, embedding.dtype)
         self._config, self._layers, self._embedding, self._norm = config, layers, embedding, norm
-        self._head, self._frequencies = head, frequencies
+        self._head, self._frequencies, self.compiled = head, frequencies, compiled
         self._embedding_scale = None
         if config.embedding_scale is not None:  # rounded as the model was trained with it
             self._embedding_scale = float(torch.tensor(config.embedding_scale, dtype=embedding.dtype))
@@ -177,6 +187,12 @@ class Decoder(nn.Module):
     def is_capturable(self) -> bool:
         """Whether a step may be a CUDA graph; with experts the host must know how many tokens each gets."""
         return self._config.num_experts_per_token == 0
+
+    @property
+    def decodes_apart(self) -> bool:
+        """Whether a request's logits in a step of one token each are the same, to the bit, whoever else is in it."""
+        head = self._head.products
+        return isinstance(self.compiled, CompiledLayers) and all(isinstance(part, NativeWeight) for part in head)
 
     @property
     def shapes(self) -> tuple[KVShape, ...]:
@@ -207,8 +223,11 @@ class Decoder(nn.Module):
             x *= self._embedding_scale
         turns = self._frequencies.at(positions)
         residual: Tensor | None = None
-        for layer in self._layers:
-            x, residual = layer(x, residual, turns, metadata)
+        if isinstance(self.compiled, CompiledLayers) and self.compiled.takes(metadata):
+            x, residual = self.compiled(x, turns, metadata)
+        else:
+            for layer in self._layers:
+                x, residual = layer(x, residual, turns, metadata)
         assert residual is not None, "a decoder has layers"
         if rows is not None:
             x, residual = x.index_select(0, rows), residual.index_select(0, rows)

@@ -20,16 +20,18 @@ class FeedForward:
         down: [T, K] from [T, F].
 
     Attributes:
+        gate_up: as given.
+        down: as given.
         takes_codes: as `Projection.takes_codes`.
     """
 
     def __init__(self, gate_up: Projection, gated: Gate, down: Projection) -> None:
-        self._gate_up, self._gated, self._down = gate_up, gated, down
+        self.gate_up, self._gated, self.down = gate_up, gated, down
         self.takes_codes = gate_up.takes_codes
 
     def __call__(self, x: Rows) -> Tensor:
         """[T, K] from [T, K]."""
-        return self._down(self._gated(self._gate_up(x)))
+        return self.down(self._gated(self.gate_up(x)))
 
 
 class Experts:

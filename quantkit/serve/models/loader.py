@@ -92,6 +92,7 @@ def load_model(
             decoder = build_decoder(model, reader, config, dtype)
             kernels = [f"definition: quantkit ({source.config.model_type})", *_kernels(Counter(decoder.bodies), device)]
             kernels += _attention(decoder.shapes, device)
+            kernels += [str(decoder.compiled)] if device.type == "cpu" else []
             operations = (*DECODER_OPERATIONS, *(CODED_OPERATIONS if decoder.takes_codes else ()))
             kernels += [str(choose(operation, device)) for operation in operations]
             kernels += [str(choose(operation, device)) for operation in DEVICE_OPERATIONS if runs_triton(device)]

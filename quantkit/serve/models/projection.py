@@ -10,6 +10,7 @@ from quantkit.serve.models.coded_rows import CodedRows, Rows
 from quantkit.serve.models.linear_reader import StoredLinear, join
 from quantkit.serve.models.prepack import prepack
 from quantkit_kernels import CodedWeight, PreparedWeight, prepack_linear
+from quantkit_kernels.cpu_native_linear import NativeWeight
 from quantkit_kernels.dispatch import DenseWeight
 
 
@@ -24,6 +25,7 @@ class Projection:
 
     Attributes:
         bodies: (operation, body, reason) of each product.
+        products: prepared weights, whose outputs lie side by side.
         parameters: name -> weights and biases that are kept as they are stored; views of what is multiplied.
         nbytes: of all weights.
         takes_codes: every product rounds its inputs to 8 bits with a scale a row, and takes rows that are so already.
@@ -33,8 +35,8 @@ class Projection:
         self.bodies: list[tuple[str, str, str]] = []
         self.parameters: dict[str, Tensor] = {}
         self.nbytes = 0
-        self._products = [self._prepare(part, layers, dtype) for part in join(layers)]
-        self.takes_codes = all(isinstance(p, CodedWeight) and p.input_scale is None for p in self._products)
+        self.products = [self._prepare(part, layers, dtype) for part in join(layers)]
+        self.takes_codes = all(isinstance(p, CodedWeight) and p.input_scale is None for p in self.products)
 
     def _prepare(self, part: StoredLinear, layers: list[StoredLinear], dtype: torch.dtype) -> PreparedWeight:
         members = [layer for layer in layers if layer.name in part.name.split("+")]
@@ -42,8 +44,7 @@ class Projection:
         if isinstance(part.weight, QuantizedWeight):
             operation, weight, reason = prepack(part.weight, dtype, part.input_scale)
             if part.bias is not None:
-                biased = _BiasedCodes if isinstance(weight, CodedWeight) else _Biased
-                weight = biased(weight, part.bias)
+                weight = _with_bias(weight, part.bias)
         else:
             operation = "linear"
             weight, reason = prepack_linear(part.weight, part.bias)
@@ -55,7 +56,7 @@ class Projection:
 
     def __call__(self, x: Rows) -> Tensor:
         """[T, all N] from [T, K]; codes only if it takes them."""
-        products = [_multiply(product, x) for product in self._products]
+        products = [_multiply(product, x) for product in self.products]
         return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
 
 
@@ -64,6 +65,13 @@ def _multiply(weight: PreparedWeight, x: Rows) -> Tensor:
         return weight(x)
     assert isinstance(weight, CodedWeight), "it takes codes"
     return weight.multiply(x.codes, x.scale)
+
+
+def _with_bias(weight: PreparedWeight, bias: Tensor) -> PreparedWeight:
+    if isinstance(weight, NativeWeight):
+        weight.set_bias(bias)
+        return weight
+    return _BiasedCodes(weight, bias) if isinstance(weight, CodedWeight) else _Biased(weight, bias)
 
 
 class _Biased:
