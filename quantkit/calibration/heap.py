@@ -2,9 +2,12 @@
 
 import ctypes
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
-_M_MMAP_THRESHOLD = -3  # mallopt's parameter number in glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # mallopt's parameter numbers in glibc's malloc.h
 LARGE_BYTES = 1 << 20
+LARGEST_BYTES = 32 << 20  # more, glibc does not take
 
 
 def return_large_blocks() -> bool:
@@ -16,7 +19,28 @@ def return_large_blocks() -> bool:
     Returns:
         Whether this C library can; others keep their own ways.
     """
+    can = _set(_M_MMAP_THRESHOLD, LARGE_BYTES) and _set(_M_TRIM_THRESHOLD, LARGE_BYTES)
+    if can:
+        ctypes.CDLL(None).malloc_trim(0)
+    return can
+
+
+@contextmanager
+def large_blocks_kept() -> Iterator[None]:
+    """Have freed blocks of up to 32 MiB stay with the process in the meantime, and be used again.
+
+    For work that asks for the same blocks at every step: to have their pages cleared anew takes a quarter of its time.
+    """
+    _set(_M_MMAP_THRESHOLD, LARGEST_BYTES)
+    _set(_M_TRIM_THRESHOLD, 2**31 - 1)
+    try:
+        yield
+    finally:
+        return_large_blocks()
+
+
+def _set(parameter: int, value: int) -> bool:
     if not sys.platform.startswith("linux"):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, LARGE_BYTES))
+    return mallopt is not None and bool(mallopt(parameter, value))

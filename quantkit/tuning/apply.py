@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from quantkit.calibration.activations import forget_weights
+from quantkit.calibration.heap import large_blocks_kept
 from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.journal import TUNING_AGAIN_NAME, TUNING_RESULT_NAME, TUNING_STATE_NAME
 from quantkit.plan import LayerPlan, Plan
@@ -74,7 +75,8 @@ def tune_checkpoint(
     if kept is not None and kept.exists():  # the run was interrupted while the result was written
         tensors, record = _load(kept)
     else:
-        tensors, record = _tune(plan, writers[0], tuning, sources, progress, state_folder)
+        with large_blocks_kept():
+            tensors, record = _tune(plan, writers[0], tuning, sources, progress, state_folder)
         if kept is not None:
             _save(kept, tensors, record)
     for writer in writers:
