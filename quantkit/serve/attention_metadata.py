@@ -174,11 +174,11 @@ class AttentionMetadata:
         self.cache = cache
         self.spans: list[Span] = []
         block_size = 1 if cache is None else cache.kv_block_size
-        slot_bytes = 0 if cache is None else max(rows.shape[1] for rows in cache.rows) * cache.dtype.itemsize
         reads_blocks = cache is not None and cache.reads_blocks
         if reads_blocks:
             edges = [batch.num_decodes] if batch.num_decodes else []
         else:
+            slot_bytes = 0 if cache is None else max(rows.shape[1] for rows in cache.rows) * cache.dtype.itemsize
             edges = bucket_edges(batch.context_lens[: batch.num_decodes], block_size, slot_bytes)
         edges += range(batch.num_decodes + 1, len(batch.context_lens) + 1)
         for first, last in zip([0, *edges], edges, strict=False):

@@ -65,24 +65,23 @@ def build_batch(step: Sequence[Scheduled], kv_block_size: int, *, has_fixed_shap
     ordered = sorted(step, key=lambda part: (part.num_tokens > 1, part.start + part.num_tokens))
     input_ids: list[int] = []
     positions: list[int] = []
+    slots: list[int] = []
     cu_seqlens = [0]
     for part in ordered:
         stop = part.start + part.num_tokens
         input_ids += part.request.token_ids[part.start : stop]
         positions += range(part.start, stop)
+        table = part.request.block_table
+        slots += [table[i // kv_block_size] * kv_block_size + i % kv_block_size for i in range(part.start, stop)]
         cu_seqlens.append(len(input_ids))
     width = max(len(part.request.block_table) for part in ordered)
     tables = [part.request.block_table for part in ordered]
     block_tables = torch.tensor([table + [NULL_BLOCK] * (width - len(table)) for table in tables], dtype=torch.int64)
-    position = torch.tensor(positions, dtype=torch.int64)
-    num_tokens = torch.tensor([part.num_tokens for part in ordered])
-    row = torch.repeat_interleave(torch.arange(len(ordered)), num_tokens)
-    slots = block_tables[row, position // kv_block_size] * kv_block_size + position % kv_block_size
     return Batch(
         requests=tuple(part.request for part in ordered),
         input_ids=torch.tensor(input_ids, dtype=torch.int64),
-        positions=position,
-        slot_mapping=slots,
+        positions=torch.tensor(positions, dtype=torch.int64),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64),
         block_tables=block_tables,
         cu_seqlens=tuple(cu_seqlens),
         context_lens=tuple(part.start + part.num_tokens for part in ordered),

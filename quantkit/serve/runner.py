@@ -31,7 +31,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: Batch) -> Tensor:
         """Compute a step and fill the cache; [R, V] logits of the requests that reach their last token."""
-        return self._logits(batch, self._cache, batch.logits_indices())
+        rows = batch.logits_indices()
+        is_every = len(rows) == batch.num_tokens and bool((rows[1:] > rows[:-1]).all())
+        return self._logits(batch, self._cache, None if is_every else rows)
 
     @torch.inference_mode()
     def score(self, token_ids: Sequence[int]) -> Tensor:
