@@ -263,10 +263,10 @@ class Engine:
         """What is computed together: everything, unless numbers must not depend on what else is computed."""
         if not self.config.deterministic:
             return [planned]
-        together: list[Scheduled] = []
-        if isinstance(self._loaded.model, Decoder) and self._loaded.model.decodes_apart:
-            together = [part for part in planned if part.num_tokens == 1]
-        alone = [[part] for part in planned if part not in together]
+        model = self._loaded.model
+        is_apart = isinstance(model, Decoder) and model.decodes_apart
+        together = [part for part in planned if is_apart and part.num_tokens == 1]
+        alone = [[part] for part in planned if not is_apart or part.num_tokens > 1]
         return [together, *alone] if together else [*alone]
 
     def _take(self, chosen: NextToken) -> list[RequestOutput]:
