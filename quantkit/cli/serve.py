@@ -33,7 +33,7 @@ COUNT = click.IntRange(min=1)
 @click.option("--max-model-len", type=COUNT, help="Most tokens of a request.")
 @click.option("--max-num-seqs", type=COUNT, default=32, show_default=True, help="Most requests at the same time.")
 @click.option("--max-num-batched-tokens", type=COUNT, default=512, show_default=True, help="Most tokens of a step.")
-@click.option("--max-num-waiting", type=click.IntRange(min=0), default=MAX_WAITING, show_default=True,
+@click.option("--max-num-waiting", type=COUNT, default=MAX_WAITING, show_default=True,
               help="Most requests that wait; others get status 429.")  # fmt: skip
 @click.option("--kv-block-size", type=COUNT, default=32, show_default=True, help="Tokens of a cache block.")
 @click.option("--kv-cache-bytes", type=COUNT, help="Memory for the cache.")
@@ -46,7 +46,11 @@ COUNT = click.IntRange(min=1)
 @click.option("--swap-space", type=click.IntRange(min=0), default=0, show_default=True, help="Bytes of host memory.")
 @click.option("--scheduling-policy", type=click.Choice(["fcfs", "priority"]), default="fcfs", show_default=True,
               help="Who runs first.")  # fmt: skip
-@click.option("--deterministic", is_flag=True, help="Seeded requests give the same tokens in any batch; slower.")
+@click.option(
+    "--deterministic",
+    is_flag=True,
+    help="Seeded requests give the same tokens in any batch; prompts are slower.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of requests without one.")
 @click.option("--max-body-bytes", type=COUNT, default=4 * 2**20, show_default=True, help="Largest request.")
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True,

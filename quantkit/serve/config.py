@@ -39,8 +39,8 @@ class EngineConfig:
         scheduling_policy: who runs first: ``fcfs`` in order of arrival, ``priority`` by the requests' priority.
         max_num_waiting: most requests that may wait when another one comes; None is no limit.
         deterministic: give a seeded request the same tokens alone, in any batch, and whether its prompt is cached or
-            not. Each request is then computed in forward passes of its own, so that nothing is won by running many
-            at a time.
+            not. Each request is then computed in forward passes of its own, so that little is won by running many
+            at a time, unless a decode step is one compiled call, in which no row depends on another.
         enforce_eager: capture no CUDA graphs of decode steps.
         seed: from which requests without a seed of their own get one.
 

@@ -6,6 +6,7 @@ from quantkit.errors import EngineError, UsageError
 from quantkit.serve.config import EngineConfig
 from quantkit.serve.models.decoder_config import UnknownDecoderError, read_decoder_config
 from quantkit_kernels.reference import BLOCK_SIZES, HEAD_DIM_STEP, MAX_HEAD_DIM
+from quantkit_kernels.reference.attention import is_head_dim
 
 FIX = "give device=cpu"
 
@@ -31,7 +32,7 @@ def check_device_limits(config: EngineConfig, model: PretrainedConfig) -> None:
         head_dim = read_decoder_config(model).head_dim
     except UnknownDecoderError:
         return
-    if head_dim % HEAD_DIM_STEP or not HEAD_DIM_STEP <= head_dim <= MAX_HEAD_DIM:
+    if not is_head_dim(head_dim):
         raise EngineError(
             f"{model.model_type} has head_dim={head_dim}, and the kernels of a GPU take "
             f"multiples of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}",

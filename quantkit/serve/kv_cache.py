@@ -10,6 +10,7 @@ from torch import Tensor
 
 from quantkit_kernels import store_kv_cache
 from quantkit_kernels.dispatch import choose
+from quantkit_kernels.reference.attention import is_head_dim
 
 CPU = torch.device("cpu")
 
@@ -44,7 +45,7 @@ def kv_block_bytes(shapes: Sequence[KVShape], kv_block_size: int, dtype: torch.d
 def reads_blocks(shapes: Sequence[KVShape], device: torch.device) -> bool:
     """Whether a kernel of attention reads blocks of such layers where they lie; else they are gathered."""
     is_read = choose("paged_attention", device).body != "reference"
-    return is_read and not any(shape.head_dim % 8 or shape.value_dim % 8 for shape in shapes)
+    return is_read and all(is_head_dim(shape.head_dim) and is_head_dim(shape.value_dim) for shape in shapes)
 
 
 class KVCache:

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from quantkit.serve.device import runs_triton
-from quantkit.serve.device_sampler import sample_on_device
+from quantkit.serve.device_sampler import MAX_TOP_K, sample_on_device
 
-MAX_TOP_K = 2**31 - 1
 NUCLEUS_GUESS = 512  # most nuclei are smaller; a full sort of a vocabulary takes far longer than finding the top of it
 
 
@@ -119,19 +118,18 @@ def sample_probabilities(probabilities: Tensor, limits: Limits, uniform: Tensor)
     whole = (limits.top_p >= 1) & (limits.top_k == 0) & (limits.min_p == 0)
     if bool(whole.any()):
         tokens[whole] = _invert(probabilities[whole].double().cumsum(-1), uniform[whole])
-    rows = (~whole).nonzero().flatten()
-    if not len(rows):
-        return tokens
-    size = min(max(NUCLEUS_GUESS, int(limits.top_k[rows].clamp(max=vocab_size).max()) + 1), vocab_size)
-    while len(rows):
-        values, order = probabilities[rows].topk(size)
-        kept, is_covered = _count_kept(values, limits[rows], vocab_size)
-        done = rows[is_covered]
-        mass = values[is_covered].double().cumsum(-1)
-        nucleus = mass.minimum(mass.gather(1, kept[is_covered] - 1))  # flat behind the last that is kept
-        tokens[done] = order[is_covered].gather(1, _invert(nucleus, uniform[done]).unsqueeze(1)).squeeze(1)
-        rows = rows[~is_covered]
-        size = vocab_size
+    sizes = limits.top_k.add(1).clamp(min=NUCLEUS_GUESS).clamp(max=vocab_size)
+    for size in sizes[~whole].unique().tolist():  # topk orders equals by its size, so each row has its own
+        rows = (~whole & (sizes == size)).nonzero().flatten()
+        while len(rows):
+            values, order = probabilities[rows].topk(size)
+            kept, is_covered = _count_kept(values, limits[rows], vocab_size)
+            done = rows[is_covered]
+            mass = values[is_covered].double().cumsum(-1)
+            nucleus = mass.minimum(mass.gather(1, kept[is_covered] - 1))  # flat behind the last that is kept
+            tokens[done] = order[is_covered].gather(1, _invert(nucleus, uniform[done]).unsqueeze(1)).squeeze(1)
+            rows = rows[~is_covered]
+            size = vocab_size
     return tokens
 
 

@@ -120,7 +120,8 @@ def test_a_report_says_that_layers_are_one_call_or_why_not(make_folder: MakeFold
     [
         ("mixtral", None, {}, "it has experts"),
         ("gemma2", None, {}, "the gate is gelu_tanh, compiled for silu"),
-        ("llama", None, {"head_dim": 12}, "heads of 12 numbers, compiled for multiples of 8"),
+        ("llama", None, {"head_dim": 12}, "heads of 12 numbers, compiled for multiples of 8 up to 256"),
+        ("llama", None, {"head_dim": 264}, "heads of 264 numbers, compiled for multiples of 8 up to 256"),
         ("llama", "W8A16", {}, "it multiplies with w8a16_gemm by cpu int8"),
     ],
 )

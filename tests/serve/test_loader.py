@@ -378,7 +378,9 @@ def test_other_families_run(model_type: str, changes: dict[str, Any]) -> None:
 
 
 @pytest.mark.skipif(native_blocker() is not None, reason=str(native_blocker()))
-@pytest.mark.parametrize(("definition", "head_dim"), [("quantkit", 8), ("transformers", 8), ("quantkit", 12)])
+@pytest.mark.parametrize(
+    ("definition", "head_dim"), [("quantkit", 8), ("transformers", 8), ("quantkit", 12), ("quantkit", 264)]
+)
 def test_the_record_names_attention_over_blocks_only_where_it_runs(
     definition: Any, head_dim: int, make_tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

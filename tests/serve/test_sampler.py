@@ -157,8 +157,10 @@ def test_top_k_and_min_p_give_the_token_of_the_definition(
         assert low - 1e-6 <= number <= edges[index] + 1e-6
 
 
-def test_rows_of_all_kinds_do_not_depend_on_each_other() -> None:
-    probabilities = torch.randn(8, 1500, generator=generator(9)).softmax(-1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # logits of bfloat16 are full of equals
+def test_rows_of_all_kinds_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
+    logits = 2 * torch.randn(8, 1500, generator=generator(9))
+    probabilities = logits.to(dtype).float().softmax(-1)
     draws = [
         Draw(1.0, top_p, None, top_k, min_p)
         for top_p, top_k, min_p in (
@@ -166,12 +168,12 @@ def test_rows_of_all_kinds_do_not_depend_on_each_other() -> None:
             (0.999, 0, 0.0), (1.0, 9999, 0.5),
         )
     ]  # fmt: skip
-    uniform = torch.rand(8, generator=generator(10), dtype=torch.float64)
-    together = sample_probabilities(probabilities, Limits.of(draws), uniform).tolist()
-    for row in range(8):
-        one = slice(row, row + 1)
-        alone = sample_probabilities(probabilities[one], Limits.of(draws[one]), uniform[one]).item()
-        assert alone == together[row]
+    for uniform in torch.rand(50, 8, generator=generator(10), dtype=torch.float64):
+        together = sample_probabilities(probabilities, Limits.of(draws), uniform).tolist()
+        for row in range(8):
+            one = slice(row, row + 1)
+            alone = sample_probabilities(probabilities[one], Limits.of(draws[one]), uniform[one]).item()
+            assert alone == together[row]
 
 
 def test_the_tokens_that_may_come_are_those_of_the_kernels_reference() -> None:

@@ -12,10 +12,15 @@ HEAD_DIM_STEP = 8  # rows of heads are read 128 bits at a time
 BLOCK_SIZES = (8, 16, 32, 64, 128)
 
 
+def is_head_dim(size: int) -> bool:
+    """Whether the kernels of attention take heads of so many numbers."""
+    return size % HEAD_DIM_STEP == 0 and HEAD_DIM_STEP <= size <= MAX_HEAD_DIM
+
+
 def _check_cache(name: str, cache: Tensor, scale: Tensor | None, query: Tensor, shape: tuple[int | str, ...]) -> None:
     dtypes = (*(FLOATING if query.dtype == torch.float32 else (query.dtype,)), torch.int8)
     check_argument(f"{name}_cache", cache, dtypes, shape, query.device)
-    if cache.shape[3] % HEAD_DIM_STEP or not HEAD_DIM_STEP <= cache.shape[3] <= MAX_HEAD_DIM:
+    if not is_head_dim(cache.shape[3]):
         raise ValueError(
             f"{name}_cache has head_dim={cache.shape[3]}, "
             f"allowed is a multiple of {HEAD_DIM_STEP} from {HEAD_DIM_STEP} to {MAX_HEAD_DIM}"

@@ -58,15 +58,25 @@ async def health(request: Request) -> Response:
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """The one model that is served."""
+    return {"object": "list", "data": [_model_card(request.app.state.service)]}
+
+
+@router.get("/v1/models/{name:path}")
+async def describe_model(name: str, request: Request) -> dict[str, Any]:
+    """The one model that is served, asked for by name."""
     service: Service = request.app.state.service
-    card = {
+    service.require_model(name)
+    return _model_card(service)
+
+
+def _model_card(service: Service) -> dict[str, Any]:
+    return {
         "id": service.model_name,
         "object": "model",
         "created": service.created,
         "owned_by": "quantkit",
         "max_model_len": service.engine.engine.max_model_len,
     }
-    return {"object": "list", "data": [card]}
 
 
 @router.get("/metrics", response_model=None)

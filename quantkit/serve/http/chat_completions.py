@@ -1,8 +1,9 @@
 """The endpoint /v1/chat/completions."""
 
+import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,9 +11,11 @@ from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 
 from quantkit.errors import EngineError, UsageError
+from quantkit.serve.chat import require_text
 from quantkit.serve.http.errors import code_of, error_body, status_of
+from quantkit.serve.http.fields import about
 from quantkit.serve.http.generation import Generation, Piece
-from quantkit.serve.http.protocol_chat import ChatRequest, Tool
+from quantkit.serve.http.protocol_chat import ChatRequest
 from quantkit.serve.http.service import Service
 from quantkit.serve.http.streaming import DONE, EventStream, event, while_connected
 from quantkit.serve.http.token_text import TokenText, chat_logprobs, prompt_logprobs
@@ -86,13 +89,17 @@ async def create_chat_completion(body: ChatRequest, request: Request) -> Respons
     style = tool_style(service.engine.engine.chat.text)
     functions = [tool.function.model_dump(include={"name", "parameters"}) for tool in forced]
     params = body.sampling_params(forced_call(functions, style) if forced else None)
-    prompt = await _prompt(service, body, offered)
+    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in offered]
+    with about("tools"):
+        require_text(json.dumps(tools, ensure_ascii=False), "a function")
+    with about("messages"):
+        prompt = await _prompt(service, body, tools)
     if forced and style == "hermes":
         prompt += await service.tokenize(f"{OPEN_TAG}\n", add_special_tokens=False)
     parser = _parser(style, [tool.function.name for tool in offered], is_forced=bool(forced))
     wants_texts = params.logprobs is not None or params.prompt_logprobs is not None
     writer = _Writer(service, await service.token_text() if wants_texts else None)
-    generation = await service.begin(body, [prompt], params, parser)
+    generation = await service.begin(body, "messages", [prompt], params, parser)
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         return EventStream(_events(generation, writer, params.n, has_usage), generation.abort)
@@ -110,10 +117,9 @@ def _parser(style: ToolStyle, names: Sequence[str], *, is_forced: bool) -> Calla
     return partial(ForcedCallParser if is_forced else ToolCallParser, style, names)
 
 
-async def _prompt(service: Service, body: ChatRequest, offered: Sequence[Tool]) -> list[int]:
+async def _prompt(service: Service, body: ChatRequest, tools: Sequence[Mapping[str, Any]]) -> list[int]:
     """The chat as token ids, with the functions where the model looks for them."""
     messages = [message.for_template() for message in body.messages]
-    tools = [tool.model_dump(exclude_none=True, exclude={"function": {"strict"}}) for tool in offered]
     if not tools or offers_tools(service.engine.engine.chat.text):
         return await service.render(messages, tools or None)
     system = tool_prompt(tools)

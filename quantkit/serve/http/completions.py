@@ -10,6 +10,7 @@ from starlette.responses import JSONResponse, Response
 
 from quantkit.errors import EngineError, UsageError
 from quantkit.serve.http.errors import code_of, error_body, status_of
+from quantkit.serve.http.fields import about
 from quantkit.serve.http.generation import Generation, Piece
 from quantkit.serve.http.protocol_completions import CompletionRequest
 from quantkit.serve.http.service import Service
@@ -62,10 +63,11 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     service.require_running()
     service.require_model(body.model)
     params = body.sampling_params()
-    prompts = [await service.prompt_tokens(one) if isinstance(one, str) else one for one in body.prompts()]
+    with about("prompt"):
+        prompts = [await service.prompt_tokens(one) if isinstance(one, str) else one for one in body.prompts()]
     wants_texts = params.logprobs is not None or params.prompt_logprobs is not None
     writer = _Writer(service, await service.token_text() if wants_texts else None)
-    generation = await service.begin(body, prompts, params, PlainText)
+    generation = await service.begin(body, "prompt", prompts, params, PlainText)
     if body.stream:
         has_usage = body.stream_options is not None and body.stream_options.include_usage
         return EventStream(_events(generation, writer, has_usage), generation.abort)

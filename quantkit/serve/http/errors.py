@@ -1,7 +1,6 @@
 """Every failure as OpenAI's error object with the right status; a wrong request is never a 500."""
 
 import logging
-import re
 from collections.abc import Awaitable, Callable, Mapping
 from http import HTTPStatus
 from typing import Any
@@ -13,14 +12,19 @@ from starlette.responses import JSONResponse, Response
 
 from quantkit.errors import EngineError, QueueFullError, UsageError
 from quantkit.serve.async_engine import EngineStoppedError
+from quantkit.serve.http.fields import FieldError, first_word
 from quantkit.serve.http.protocol_chat import ChatRequest
 from quantkit.serve.http.protocol_completions import CompletionRequest
 
 MAX_MESSAGE = 2000  # characters
-RETRY_AFTER_S = "1"
-FIRST_WORD = re.compile(r"[a-z_]+")
+UNREADABLE = "There was an error parsing the body"  # all that FastAPI says of what json refuses otherwise than as JSON
 logger = logging.getLogger(__name__)
 Handler = Callable[[Request, Any], Awaitable[Response]]
+HEADERS: Mapping[int, Mapping[str, str]] = {
+    HTTPStatus.UNAUTHORIZED: {"WWW-Authenticate": "Bearer"},
+    HTTPStatus.TOO_MANY_REQUESTS: {"Retry-After": "1"},
+    HTTPStatus.SERVICE_UNAVAILABLE: {"Retry-After": "1"},
+}
 TYPES: Mapping[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.NOT_FOUND: "not_found_error",
@@ -49,11 +53,8 @@ def error_body(status: int, message: str, *, param: str | None = None, code: str
 
 def error_response(status: int, message: str, *, param: str | None = None, code: str | None = None) -> JSONResponse:
     """A whole answer that says what went wrong."""
-    is_busy = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
     return JSONResponse(
-        error_body(status, message, param=param, code=code),
-        status_code=status,
-        headers={"Retry-After": RETRY_AFTER_S} if is_busy else None,
+        error_body(status, message, param=param, code=code), status_code=status, headers=HEADERS.get(status)
     )
 
 
@@ -78,10 +79,12 @@ def code_of(error: Exception) -> str | None:
 
 
 def param_of(error: Exception) -> str | None:
-    """The field of a request that an exception is about: such messages begin with its name."""
-    word = FIRST_WORD.match(str(error))
+    """The field of a request that an exception is about: it says so, or its message begins with the name."""
+    if isinstance(error, FieldError):
+        return error.param
+    word = first_word(error)
     known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()
-    return word[0] if isinstance(error, UsageError) and word and word[0] in known else None
+    return word if isinstance(error, UsageError) and word in known else None
 
 
 def install_error_handlers(app: FastAPI) -> None:
@@ -92,7 +95,9 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(HTTPStatus.BAD_REQUEST, message, param=param)
 
     async def on_http(_request: Request, error: HTTPException) -> Response:
-        response = error_response(error.status_code, str(error.detail))
+        is_unreadable = error.status_code == HTTPStatus.BAD_REQUEST and error.detail == UNREADABLE
+        text = "the body cannot be read: it nests too deep, or a number has thousands of digits"
+        response = error_response(error.status_code, text if is_unreadable else str(error.detail))
         response.headers.update(error.headers or {})
         return response
 

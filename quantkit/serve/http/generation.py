@@ -18,6 +18,7 @@ from quantkit.serve.structured.post_validation import AnswerValidator
 from quantkit.serve.structured.tool_calls import AnswerParser, ToolCall
 
 REPAIRED_BELOW = 0.99  # mean probability of the legal tokens below which a valid answer counts as repaired
+FORM_ERROR = f"{FormError.__name__}: "  # so the engine begins what a form's error says
 logger = logging.getLogger(__name__)
 
 
@@ -113,7 +114,7 @@ class Generation:
                 if output.finish_reason == "abort":
                     raise EngineStoppedError("the server is shutting down and has ended this request")
                 if self._grammar is not None and _is_of_the_form(output.error or ""):
-                    raise AnswerFormError(str(output.error))
+                    raise AnswerFormError(str(output.error).removeprefix(FORM_ERROR))
                 raise EngineError(f"the request failed: {output.error}")
             yield await self._piece(output)
 
@@ -174,4 +175,4 @@ class Generation:
 
 def _is_of_the_form(error: str) -> bool:
     """True for what the engine says of a form that leaves no token, and not for a failure of its own."""
-    return error.startswith((f"{FormError.__name__}: ", NO_TOKEN))
+    return error.startswith((FORM_ERROR, NO_TOKEN))

@@ -50,8 +50,8 @@ class RequestLimits:
     def _is_authorized(self, path: str, headers: Mapping[bytes, bytes]) -> bool:
         if self._api_key is None or path in OPEN_PATHS:
             return True
-        expected = b"Bearer " + self._api_key.encode()
-        return hmac.compare_digest(headers.get(b"authorization", b""), expected)
+        scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(key.strip(), self._api_key.encode())
 
     def _counted(self, receive: Receive) -> Receive:
         received = 0

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from quantkit.errors import UsageError
+from quantkit.serve.http.fields import renamed
 from quantkit.serve.http.protocol_sampling import GenerationRequest, Strict
 from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.structured.spec import StructuredOutput
@@ -149,11 +150,14 @@ class ChatRequest(GenerationRequest):
         form = self.form()
         if form is not None and forced_call is not None:
             raise UsageError("the answer is a call of a function and cannot have another form")
-        return self.sampling(
-            max_tokens=self.max_tokens if self.max_tokens is not None else self.max_completion_tokens,
-            logprobs=(self.top_logprobs or 0) if self.logprobs else None,
-            structured=forced_call if forced_call is not None else form,
-        )
+        is_completion = self.max_tokens is None
+        limit = "max_completion_tokens" if is_completion else "max_tokens"
+        with renamed({"logprobs": "top_logprobs", "max_tokens": limit}):
+            return self.sampling(
+                max_tokens=self.max_completion_tokens if is_completion else self.max_tokens,
+                logprobs=(self.top_logprobs or 0) if self.logprobs else None,
+                structured=forced_call if forced_call is not None else form,
+            )
 
 
 def _arguments(text: str) -> Any:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from quantkit.errors import UsageError
+from quantkit.serve.http.fields import about
 from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.structured.spec import StructuredOutput
 
@@ -59,8 +60,8 @@ class ResponseFormat(Strict):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
-    def form(self) -> StructuredOutput | None:
-        """As the engine knows it.
+    def forms(self) -> list[StructuredOutput]:
+        """As the engine knows it; none for plain text.
 
         Raises:
             UsageError: type and schema do not fit together.
@@ -68,8 +69,8 @@ class ResponseFormat(Strict):
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise UsageError("response_format: json_schema belongs to the type json_schema, and to no other")
         if self.json_schema is not None:
-            return StructuredOutput.json_schema(self.json_schema.schema_)
-        return StructuredOutput.json_object() if self.type == "json_object" else None
+            return [StructuredOutput.json_schema(self.json_schema.schema_)]
+        return [StructuredOutput.json_object()] if self.type == "json_object" else []
 
 
 class StructuredOutputs(Strict):
@@ -129,18 +130,31 @@ class GenerationRequest(Strict):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    def _asking(self) -> dict[str, StructuredOutputs | ResponseFormat]:
+        """What asks for a form of the answer, by the name of its field."""
+        guided = {
+            f"guided_{name}": StructuredOutputs(**{name: value})
+            for name in ("json", "regex", "choice", "grammar")
+            if (value := getattr(self, f"guided_{name}")) is not None
+        }
+        others = {"structured_outputs": self.structured_outputs, "response_format": self.response_format}
+        return {**guided, **{name: value for name, value in others.items() if value is not None}}
+
+    @property
+    def form_field(self) -> str:
+        """The field that the form of the answer follows from."""
+        return next((name for name, asking in self._asking().items() if asking.forms()), "tools")
+
     def form(self) -> StructuredOutput | None:
         """The form that the answer must have.
 
         Raises:
             UsageError: it is wrong, or there are several.
         """
-        guided = StructuredOutputs(
-            json=self.guided_json, regex=self.guided_regex, choice=self.guided_choice, grammar=self.guided_grammar
-        )
-        forms = [*guided.forms(), *(self.structured_outputs.forms() if self.structured_outputs else [])]
-        by_format = self.response_format.form() if self.response_format else None
-        forms += [] if by_format is None else [by_format]
+        forms = []
+        for name, asking in self._asking().items():
+            with about(name):
+                forms += asking.forms()
         if len(forms) > 1:
             raise UsageError(f"the answer can have one form, {len(forms)} are asked for", fix="give one field of them")
         return forms[0] if forms else None
@@ -175,9 +189,11 @@ class GenerationRequest(Strict):
 
 
 def _token_ids(logit_bias: Mapping[str, float]) -> dict[int, float]:
-    found = {}
+    found: dict[int, float] = {}
     for name, bias in logit_bias.items():
         if not (name.isascii() and name.isdigit() and len(name) < 20):
             raise UsageError(f"logit_bias holds {name!r}, which is no token id")
+        if int(name) in found:
+            raise UsageError(f"logit_bias names token {int(name)} twice")
         found[int(name)] = bias
     return found

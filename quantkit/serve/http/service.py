@@ -9,7 +9,8 @@ from quantkit.errors import UsageError
 from quantkit.serve.async_engine import AsyncEngine
 from quantkit.serve.chat import ChatTemplate, require_text
 from quantkit.serve.engine import Engine
-from quantkit.serve.http.errors import ModelNotFoundError
+from quantkit.serve.http.errors import ModelNotFoundError, param_of
+from quantkit.serve.http.fields import FieldError, about
 from quantkit.serve.http.generation import Generation
 from quantkit.serve.http.prometheus import ServerMetrics, metrics_page
 from quantkit.serve.http.prompt_tokenizer import LONG_TEXT, PromptTokenizer
@@ -123,19 +124,33 @@ class Service:
     async def begin(
         self,
         request: GenerationRequest,
+        prompt_field: str,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         make_parser: Callable[[], AnswerParser],
     ) -> Generation:
         """Hand prompts to the engine.
 
+        Args:
+            request: that asks for it.
+            prompt_field: of the request, which holds the prompts.
+            prompts: token ids of each.
+            params: of all of them.
+            make_parser: makes the parser of one continuation.
+
         Raises:
             QuantkitError: the engine refuses them.
         """
-        grammar = None if params.structured is None else await self.engine.compile(params.structured)
-        stream = await self.engine.submit(
-            prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
-        )
+        grammar = None
+        if params.structured is not None:
+            with about(request.form_field):
+                grammar = await self.engine.compile(params.structured)
+        try:
+            stream = await self.engine.submit(
+                prompts, params, priority=request.priority or 0, cache_salt=request.cache_salt
+            )
+        except UsageError as error:
+            raise error if param_of(error) is not None else FieldError(prompt_field, str(error)) from error
         num_prompt_tokens = sum(len(prompt) for prompt in prompts)
         return Generation(stream, num_prompt_tokens, make_parser, grammar, self._validator, self.metrics)
 

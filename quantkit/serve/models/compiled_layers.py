@@ -16,6 +16,7 @@ from quantkit_kernels.cpu_native_decoder import BODY, NativeDecoder, NativeLayer
 from quantkit_kernels.cpu_native_linear import NativeWeight
 from quantkit_kernels.dispatch import activation_dtype
 from quantkit_kernels.native_library import native_blocker
+from quantkit_kernels.reference.attention import MAX_HEAD_DIM, is_head_dim
 
 if TYPE_CHECKING:
     from quantkit.serve.models.decoder import DecoderLayer
@@ -106,8 +107,8 @@ def _check(config: DecoderConfig, dtype: torch.dtype, device: torch.device) -> N
         raise NotCompiledError(f"activations are {activation_dtype(device, dtype)}, compiled for float32")
     if config.activation != "silu":
         raise NotCompiledError(f"the gate is {config.activation}, compiled for silu")
-    if config.head_dim % 8:
-        raise NotCompiledError(f"heads of {config.head_dim} numbers, compiled for multiples of 8")
+    if not is_head_dim(config.head_dim):
+        raise NotCompiledError(f"heads of {config.head_dim} numbers, compiled for multiples of 8 up to {MAX_HEAD_DIM}")
 
 
 def _layer(layer: "DecoderLayer", turns: dict[str, int]) -> NativeLayer:

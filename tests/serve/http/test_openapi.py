@@ -25,6 +25,7 @@ def description(small_server: Any) -> Any:
         ("/tokenize", "POST"),
         ("/detokenize", "POST"),
         ("/v1/models", "GET"),
+        ("/v1/models/{name}", "GET"),
     ],
 )
 def test_no_server_error_and_no_hang(description: Any, small_server: Any, path: str, method: str) -> None:
@@ -46,6 +47,7 @@ def test_the_description_names_what_is_served(small_server: Any) -> None:
         "/health",
         "/metrics",
         "/v1/models",
+        "/v1/models/{name}",
         "/v1/completions",
         "/v1/chat/completions",
         "/tokenize",
