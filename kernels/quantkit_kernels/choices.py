@@ -25,7 +25,7 @@ def machine_devices() -> list[torch.device]:
 def choices(device: torch.device, dtype: torch.dtype) -> list[Choice]:
     """The choice for every operation, for tensors of ``dtype`` on ``device``; products with a weight of 64 x 256."""
     words = torch.zeros(64, 32, dtype=torch.int32, device=device)
-    codes = torch.zeros(64, 256, dtype=torch.int8, device=device)
+    codes = torch.ones(64, 256, dtype=torch.int8, device=device)
     scale = torch.ones(64, 256 // GROUP_SIZE, dtype=dtype, device=device)
     return [
         choose_linear(device, dtype),

@@ -30,6 +30,8 @@ def cpu_half_blocker(weight: Tensor) -> str | None:
 
 def half_blocker(weight: Tensor) -> str | None:
     """Why float16 does not hold the numbers of a weight; None if it does."""
+    if not weight.numel():
+        return f"a weight of {list(weight.shape)} is empty"
     lowest, highest = map(float, weight.aminmax())
     largest = max(-lowest, highest)
     if not MIN_LARGEST <= largest <= MAX_HALF:  # a NaN is refused too

@@ -16,6 +16,7 @@ from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
 
 MAX_INT8_ROWS = 16  # most rows for which aten's kernel is the faster one; `python -m quantkit_kernels.crossover`
 PIECE_ELEMENTS = 1 << 18  # codes widened at a time
+WHOLE_NUMBERS, AS_FLOAT16, WIDENED = "cpu int8 whole numbers", "cpu int8 as float16", "cpu int8 widened"
 PER_CHANNEL = reference.PER_CHANNEL
 _multiply_int8 = torch.ops.aten._weight_int8pack_mm.default  # named once: finding it takes longer than a call
 
@@ -24,9 +25,18 @@ def cpu_int8_blocker(codes: Tensor, dtype: torch.dtype) -> str | None:
     """Why the bodies of this file cannot take a weight; None if they can."""
     if codes.device.type != "cpu":
         return f"the weight is on {codes.device}"
+    if not codes.numel():
+        return f"a weight of {list(codes.shape)} is empty"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"activations are {dtype}, not torch.bfloat16 or torch.float32"
     return None
+
+
+def w8a8_body(codes: Tensor) -> str:
+    """How `CpuW8A8` multiplies by a weight on this CPU."""
+    if has_int8_matmul():
+        return WHOLE_NUMBERS
+    return AS_FLOAT16 if cpu_half_blocker(codes) is None else WIDENED
 
 
 def widened_product(rows: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None = None) -> Tensor:
@@ -142,18 +152,19 @@ class CpuW8A8:
         self._scale = scale.float().t().contiguous()
         self._input_scale = None if input_scale is None else input_scale.float()
         self._bias = None if bias is None else bias.float()
+        self.body = w8a8_body(codes)
         self._codes: Tensor | None = None
         self._half: CpuHalf | None = None
-        if not has_int8_matmul() and codes.any() and cpu_half_blocker(codes) is None:
-            self._half, self.body = CpuHalf(codes), "cpu int8 as float16"
+        if self.body == AS_FLOAT16:
+            self._half = CpuHalf(codes)
         else:
             self._codes = codes.contiguous()
-            self.body = "cpu int8 whole numbers" if has_int8_matmul() else "cpu int8 widened"
 
     @property
     def nbytes(self) -> int:
         """Bytes that this weight keeps in memory."""
-        return self._scale.nbytes + sum(kept.nbytes for kept in (self._codes, self._half) if kept is not None)
+        kept = (self._scale, self._codes, self._half, self._input_scale, self._bias)
+        return sum(part.nbytes for part in kept if part is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
         """[..., N] product of the activations, [..., K] in ``dtype`` or float32, with the weight; in their type."""
@@ -162,7 +173,7 @@ class CpuW8A8:
         rows, row_scale = self._quantized(x.reshape(-1, self.in_features).float())
         if self._half is not None:
             product = self._half(rows)
-        elif has_int8_matmul():
+        elif self.body == WHOLE_NUMBERS:
             assert self._codes is not None, "kept unless there is a float16 form"
             product = torch._int_mm(rows.to(torch.int8), self._codes.t()).float()
         else:
@@ -176,7 +187,11 @@ class CpuW8A8:
     def _quantized(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """As `reference.quantize_input`, in fewer calls: a token of zeros has zeros for codes with any scale."""
         if self._input_scale is not None:
-            return (rows / self._input_scale).round_().clamp_(-128, 127), self._input_scale
+            codes = (rows / self._input_scale).round_().clamp_(-128, 127)
+            if self.body != WHOLE_NUMBERS:
+                return codes, self._input_scale
+            # No whole number is NaN: where a code would be, the scale of the row is.
+            return codes, self._input_scale + 0 * codes.amax(dim=-1, keepdim=True)
         largest = torch.linalg.vector_norm(rows, ord=float("inf"), dim=-1, keepdim=True)
         scale = largest.div_(127).clamp_(min=torch.finfo(torch.float32).tiny)
         return (rows / scale).round_(), scale

@@ -17,7 +17,7 @@ from torch import Tensor
 from quantkit_kernels import cpu_native, reference
 from quantkit_kernels.cpu_capability import describe_cpu, has_bfloat16_matmul, has_int8_matmul
 from quantkit_kernels.cpu_half import CpuHalf, cpu_half_blocker
-from quantkit_kernels.cpu_int8 import CpuW8A8, CpuW8A16, cpu_int8_blocker
+from quantkit_kernels.cpu_int8 import WHOLE_NUMBERS, CpuW8A8, CpuW8A16, cpu_int8_blocker, w8a8_body
 from quantkit_kernels.cpu_linear import widened_linear
 from quantkit_kernels.cpu_native import BODY
 from quantkit_kernels.cpu_native_int8 import NativeW8A8, native_w8a8_blocker
@@ -285,9 +285,9 @@ def choose_w8a8_gemm(codes: Tensor, dtype: torch.dtype) -> Choice:
 
     if has_int8_matmul():
         reason = f"{dtype} on a CPU with 8-bit matrix products (VNNI)"
-        return Choice("w8a8_gemm", "cpu int8 whole numbers", reason, prepack)
+        return Choice("w8a8_gemm", WHOLE_NUMBERS, reason, prepack)
     reason = f"{dtype} on a CPU without 8-bit matrix products (VNNI)"
     no_native = native_w8a8_blocker(codes)
     if no_native is None:
         return Choice("w8a8_gemm", NativeW8A8.body, reason, NativeW8A8)
-    return Choice("w8a8_gemm", "cpu int8 as float16", f"{reason}; {no_native}", prepack)
+    return Choice("w8a8_gemm", w8a8_body(codes), f"{reason}; {no_native}", prepack)

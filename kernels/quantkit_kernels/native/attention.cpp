@@ -5,7 +5,7 @@
 #include "bodies.h"
 
 constexpr int64_t PART = 256;      // keys of a part
-constexpr int TILE = 32;           // keys whose scores are held at a time
+constexpr int TILE_KEYS = 32;      // keys whose scores are held at a time
 constexpr int MAX_HEAD_DIM = 256;
 constexpr int MAX_GROUP = 4;       // query heads that read the same keys together
 
@@ -41,8 +41,8 @@ __attribute__((noinline)) static void soften(float *scores, int count, float cap
 // Rows of a tile of keys or values: where the first head's numbers lie, and the place of its scale.
 template <class K> struct Rows {
     int count = 0;
-    const K *keys[TILE], *values[TILE];
-    int64_t scales[TILE];
+    const K *keys[TILE_KEYS], *values[TILE_KEYS];
+    int64_t scales[TILE_KEYS];
 };
 
 // Ask for the numbers of key `j` before they are read: rows lie far apart, and waiting for each would be half of the time.
@@ -59,7 +59,8 @@ static inline __m128 half_sum(__m256 x) { return _mm_add_ps(_mm256_castps256_ps1
 
 // The scores of KEYS keys from number `j` on.
 template <int GROUP, int KEYS, class K>
-static inline void score_keys(const Attention &a, const K *const *keys, int64_t offset, const float *queries, float (*scores)[TILE], int j) {
+static inline void score_keys(const Attention &a, const K *const *keys, int64_t offset, const float *queries,
+                              float (*scores)[TILE_KEYS], int j) {
     int64_t columns = a.key.columns;
     __m256 sums[GROUP][KEYS] = {};
     for (int64_t d = 0; d < columns; d += 8) {
@@ -82,7 +83,7 @@ static inline void score_keys(const Attention &a, const K *const *keys, int64_t 
 
 template <int GROUP, class K>
 static void score_tile(const Attention &a, const Rows<K> &rows, const Rows<K> &next, int64_t kv_head, const float *queries,
-                       float (*scores)[TILE]) {
+                       float (*scores)[TILE_KEYS]) {
     int64_t offset = kv_head * a.key.head_stride;
     int j = 0;
     for (; j + 2 <= rows.count; j += 2) {
@@ -94,6 +95,9 @@ static void score_tile(const Attention &a, const Rows<K> &rows, const Rows<K> &n
         for (int g = 0; g < GROUP; g++) scores[g][j] *= a.key.scale[rows.scales[j] + kv_head];
 }
 
+// What scores are measured from: the largest of them, and 0 if all are -infinity, so that their weights are 0 and not NaN.
+static inline float origin(float most) { return most == -INFINITY ? 0 : most; }
+
 // Scores become weights; what was summed so far is brought to the new largest score.
 __attribute__((noinline)) static void weigh(float *scores, int count, float &most, float &total, float *sums, int64_t columns) {
     for (int j = count; j < (count + 7) / 8 * 8; j++) scores[j] = -INFINITY;
@@ -103,7 +107,7 @@ __attribute__((noinline)) static void weigh(float *scores, int count, float &mos
     most = largest(highest);
     __m256 all = _mm256_setzero_ps();
     for (int j = 0; j < count; j += 8) {
-        __m256 weights = exponential(_mm256_sub_ps(_mm256_load_ps(scores + j), _mm256_set1_ps(most)));
+        __m256 weights = exponential(_mm256_sub_ps(_mm256_load_ps(scores + j), _mm256_set1_ps(origin(most))));
         _mm256_store_ps(scores + j, weights);
         all = _mm256_add_ps(all, weights);
     }
@@ -118,7 +122,7 @@ __attribute__((noinline)) static void weigh(float *scores, int count, float &mos
 
 // 8 * WIDE columns of the values, times the weights of each head, onto the sums.
 template <int GROUP, int WIDE, class K>
-static void add_columns(const Rows<K> &rows, int64_t offset, const float (*weights)[TILE], float *sums, int64_t stride) {
+static void add_columns(const Rows<K> &rows, int64_t offset, const float (*weights)[TILE_KEYS], float *sums, int64_t stride) {
     __m256 own[GROUP][WIDE];
     UNROLL for (int g = 0; g < GROUP; g++)
         UNROLL for (int i = 0; i < WIDE; i++) own[g][i] = _mm256_load_ps(sums + g * stride + 8 * i);
@@ -135,7 +139,7 @@ static void add_columns(const Rows<K> &rows, int64_t offset, const float (*weigh
 }
 
 template <int GROUP, class K>
-static void add_tile(const Attention &a, const Rows<K> &rows, int64_t kv_head, const float (*weights)[TILE], float *sums) {
+static void add_tile(const Attention &a, const Rows<K> &rows, int64_t kv_head, const float (*weights)[TILE_KEYS], float *sums) {
     int64_t d = 0, columns = a.value.columns, offset = kv_head * a.value.head_stride;
     for (; d + 16 <= columns; d += 16) add_columns<GROUP, 2>(rows, offset + d, weights, sums + d, columns);
     if (d < columns) add_columns<GROUP, 1>(rows, offset + d, weights, sums + d, columns);
@@ -165,7 +169,7 @@ struct Running {
 // A tile of keys, for GROUP heads from number `head` of those that run, which share a head of keys.
 template <int GROUP, class K>
 static void attend_tile(const Attention &a, const Rows<K> &rows, const Rows<K> &next, int64_t kv_head, Running &run, int64_t head) {
-    alignas(32) float scores[GROUP][TILE];
+    alignas(32) float scores[GROUP][TILE_KEYS];
     float *sums = run.sums + head * a.value.columns;
     score_tile<GROUP>(a, rows, next, kv_head, run.queries + head * a.key.columns, scores);
     for (int g = 0; g < GROUP; g++) {
@@ -179,7 +183,7 @@ static void attend_tile(const Attention &a, const Rows<K> &rows, const Rows<K> &
 // The rows of the keys from `first` on, as many as a tile holds.
 template <class K> static void find_rows(const Attention &a, const int32_t *table, int64_t first, int64_t last, Rows<K> &rows) {
     int64_t place = first / a.block_size, slot = first % a.block_size;
-    rows.count = last <= first ? 0 : last - first < TILE ? (int)(last - first) : TILE;
+    rows.count = last <= first ? 0 : last - first < TILE_KEYS ? (int)(last - first) : TILE_KEYS;
     for (int j = 0; j < rows.count; j++) {
         int64_t block = table[place];
         rows.keys[j] = (const K *)a.key.numbers + block * a.key.block_stride + slot * a.key.slot_stride;
@@ -204,9 +208,9 @@ template <class K> static void attend_part(const Attention &a, const Query &q, i
     memset(run.sums, 0, heads * values * sizeof(float));
     Rows<K> tiles[2];
     find_rows(a, q.table, first, last, tiles[0]);
-    for (int64_t start = first, turn = 0; start < last; start += TILE, turn ^= 1) {
+    for (int64_t start = first, turn = 0; start < last; start += TILE_KEYS, turn ^= 1) {
         Rows<K> &rows = tiles[turn], &next = tiles[turn ^ 1];
-        find_rows(a, q.table, start + TILE, last, next);
+        find_rows(a, q.table, start + TILE_KEYS, last, next);
         for (int64_t kv = first_kv; kv < last_kv; kv++) {
             int64_t h = (kv - first_kv) * group, end = h + group;
             for (; end - h >= MAX_GROUP; h += MAX_GROUP) attend_tile<MAX_GROUP>(a, rows, next, kv, run, h);
@@ -234,7 +238,7 @@ static void merge(const Attention &a, const Query &q, int64_t head) {
     for (int64_t p = 1; p < parts; p++) {
         const float *from = to + p * (columns + 2);
         float most = from[columns] > to[columns] ? from[columns] : to[columns];
-        float own = expf(to[columns] - most), other = expf(from[columns] - most);
+        float own = expf(to[columns] - origin(most)), other = expf(from[columns] - origin(most));
         for (int64_t d = 0; d < columns; d++) to[d] = to[d] * own + from[d] * other;
         to[columns] = most, to[columns + 1] = to[columns + 1] * own + from[columns + 1] * other;
     }
@@ -271,7 +275,6 @@ static bool is_within(const Attention &a) {
 // False, and nothing is written, if a length or a block is outside what is there.
 extern "C" int paged_attention(int cache_type, const Attention *a, int threads) {
     if (!is_within(*a)) return false;
-    if (cache_type == INT8) attend_all<int8_t>(*a, threads);
-    by_type(cache_type, [=]<class K>(K *) { attend_all<K>(*a, threads); });
+    by_cache_type(cache_type, [=]<class K>(K *) { attend_all<K>(*a, threads); });
     return true;
 }

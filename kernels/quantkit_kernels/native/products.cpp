@@ -36,7 +36,8 @@ struct Codes4 {
 
 // y[0..ROWS, 0..columns] of one panel.
 template <int ROWS, class Panel>
-static void tile(const Panel &panel, const float *x, int64_t depth, float *y, int64_t y_stride, int64_t columns, const float *bias) {
+static void multiply_rows(const Panel &panel, const float *x, int64_t depth, float *y, int64_t y_stride, int64_t columns,
+                          const float *bias) {
     __m256 sums[ROWS][2];
     UNROLL for (int r = 0; r < ROWS; r++)
         UNROLL for (int half = 0; half < 2; half++)
@@ -56,7 +57,9 @@ static void tile(const Panel &panel, const float *x, int64_t depth, float *y, in
 template <int MOST, class Panel>
 static void tiles(const Panel &panel, const float *x, int64_t rows, int64_t depth, float *y, int64_t y_stride, int64_t columns,
                   const float *bias) {
-    in_tiles<MOST>(rows, [&](auto n, int64_t r) { tile<n>(panel, x + r * depth, depth, y + r * y_stride, y_stride, columns, bias); });
+    in_tiles<MOST>(rows, [&](auto n, int64_t r) {
+        multiply_rows<n>(panel, x + r * depth, depth, y + r * y_stride, y_stride, columns, bias);
+    });
 }
 
 // body(panel, x, rows, y) for every panel, and for the rows in parts that stay in a core's cache.
@@ -77,7 +80,7 @@ static void half_gemm(const Product &product, const float *x, float *y, int64_t 
     const float *bias = product.bias;
     by_panel(x, y, rows, depth, width, threads, [=](int64_t p, const float *x, int64_t rows, float *y) {
         Dense<float16> panel{weight + p * depth * WIDTH};
-        tiles<TILE>(panel, x, rows, depth, y + p * WIDTH, width, columns_of(p, width), bias ? bias + p * WIDTH : nullptr);
+        tiles<TILE_ROWS>(panel, x, rows, depth, y + p * WIDTH, width, columns_of(p, width), bias ? bias + p * WIDTH : nullptr);
     });
 }
 
@@ -96,7 +99,7 @@ static void int4_gemm(const Product &product, const float *x, float *y, int64_t 
             store8(wide + k * WIDTH, first);
             store8(wide + k * WIDTH + 8, second);
         });
-        tiles<TILE>(Dense<float>{wide}, x, rows, depth, y, width, columns_of(p, width), own);
+        tiles<TILE_ROWS>(Dense<float>{wide}, x, rows, depth, y, width, columns_of(p, width), own);
         _mm_free(wide);
     });
 }
@@ -108,4 +111,5 @@ extern "C" void multiply(const Product *product, const float *x, float *y, int64
         case INT4: return int4_gemm(*product, x, y, rows, threads);
         case INT8_INPUTS: return int8_gemm(*product, x, y, rows, threads);
     }
+    __builtin_trap();
 }

@@ -48,11 +48,7 @@ template <class T> static void turn_head(T *head, const float *cos, const float 
 template <class From, class To> static void store_row(const From *from, To *to, float *scale, int64_t columns) {
     __m256 divisor = _mm256_set1_ps(1.0f);
     if (scale) {
-        __m256 most = _mm256_setzero_ps();
-        for (int64_t i = 0; i < columns; i += 8)
-            most = _mm256_max_ps(most, _mm256_andnot_ps(_mm256_set1_ps(-0.0f), load(from + i, columns - i)));
-        float found = largest(most) / 127;
-        *scale = found == 0 ? 1.0f : found;
+        *scale = scale_of_codes(from, columns);
         divisor = _mm256_set1_ps(*scale);
     }
     for (int64_t i = 0; i < columns; i += 8) {
@@ -104,15 +100,13 @@ int store_kv_cache(int from_type, int to_type, const Stored *key, const Stored *
     for (int64_t t = 0; t < tokens; t++)
         if (slots[t] < -1 || slots[t] >= blocks * block_size) return false;
     by_type(from_type, [=]<class From>(From *) {
-        auto write = [=]<class To>(To *) {
+        by_cache_type(to_type, [=]<class To>(To *) {
             parallel(tokens, tokens * heads * (key->columns + value->columns), threads, [=](int64_t t) {
                 if (slots[t] < 0) return;
                 store_token<From, To>(*key, t, slots[t], block_size, heads);
                 store_token<From, To>(*value, t, slots[t], block_size, heads);
             });
-        };
-        if (to_type == INT8) write((int8_t *)nullptr);
-        by_type(to_type, write);
+        });
     });
     return true;
 }

@@ -42,9 +42,10 @@ static inline void store8(bfloat16 *to, __m256 x) {
 static inline void store8(float16 *to, __m256 x) {
     _mm_storeu_si128((__m128i *)to, _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT));
 }
-static inline void store8(int8_t *to, __m256 x) {  // x within int8; half to even
+static inline void store8(int8_t *to, __m256 x) {  // half to even, cut off at the ends; NaN is 0
     int32_t wide[8];
-    _mm256_storeu_si256((__m256i *)wide, _mm256_cvtps_epi32(x));
+    __m256 within = _mm256_min_ps(_mm256_set1_ps(127), _mm256_max_ps(_mm256_set1_ps(-128), x));  // NaN stays NaN
+    _mm256_storeu_si256((__m256i *)wide, _mm256_cvtps_epi32(within));
     for (int i = 0; i < 8; i++) to[i] = (int8_t)wide[i];
 }
 
@@ -70,12 +71,30 @@ static inline __m128 halves(__m256 x, __m128 (*join)(__m128, __m128)) {
 static inline __m128 add4(__m128 a, __m128 b) { return _mm_add_ps(a, b); }
 static inline __m128 max4(__m128 a, __m128 b) { return _mm_max_ps(a, b); }
 static inline float sum(__m256 x) { return _mm_cvtss_f32(halves(x, add4)); }
-static inline float largest(__m256 x) { return _mm_cvtss_f32(halves(x, max4)); }
+static inline float largest(__m256 x) { return _mm_cvtss_f32(halves(x, max4)); }  // of numbers: a NaN may be passed over
 
-// e^x to within 2 units of the last place; below -87.3 the least normal number; a NaN stays one.
+// The scale of a row's 8-bit codes, as `reference.quantize_input` finds it: a 127th of the largest magnitude, 1 for zeros,
+// NaN if one is. Magnitudes are compared as bit patterns, whose order is theirs and in which NaN is the largest.
+template <class T> static inline float scale_of_codes(const T *row, int64_t columns) {
+    __m256i most = _mm256_setzero_si256();
+    for (int64_t i = 0; i < columns; i += 8) {
+        __m256i bits = _mm256_castps_si256(load(row + i, columns - i));
+        most = _mm256_max_epi32(most, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
+    }
+    int32_t lanes[8], highest = 0;
+    _mm256_storeu_si256((__m256i *)lanes, most);
+    for (int32_t lane : lanes) highest = lane > highest ? lane : highest;
+    float scale;
+    memcpy(&scale, &highest, sizeof(scale));
+    scale /= 127;
+    return scale == 0 ? 1 : scale;
+}
+
+// e^x to within 2 units of the last place; 0 below -87.7 and infinite above 88.4; a NaN stays one.
 // x = n ln 2 + r, and e^r by its Taylor polynomial of degree 7, which for |r| <= ln(2) / 2 leaves out less than 6e-9.
+// n is -127 to 128, whose powers of 2 are 0 and infinity when they are put together from their exponent's bits.
 static inline __m256 exponential(__m256 x) {
-    x = _mm256_min_ps(_mm256_set1_ps(88.37f), _mm256_max_ps(_mm256_set1_ps(-87.33f), x));
+    x = _mm256_min_ps(_mm256_set1_ps(89), _mm256_max_ps(_mm256_set1_ps(-88), x));
     __m256 n = _mm256_round_ps(_mm256_mul_ps(x, _mm256_set1_ps(1.44269504f)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m256 r = _mm256_fnmadd_ps(n, _mm256_set1_ps(0.693359375f), x);
     r = _mm256_fnmadd_ps(n, _mm256_set1_ps(-2.12194440e-4f), r);
@@ -98,9 +117,18 @@ template <class Body> static inline void parallel(int64_t count, int64_t work, i
     for (int64_t i = 0; i < count; i++) body(i);
 }
 
-// call((T *)nullptr) with the type of floating point that a number stands for.
+// call((T *)nullptr) with the type of floating point that a number stands for; another number ends the process.
 template <class Call> static inline void by_type(int type, Call call) {
-    if (type == FLOAT32) call((float *)nullptr);
-    if (type == BFLOAT16) call((bfloat16 *)nullptr);
-    if (type == FLOAT16) call((float16 *)nullptr);
+    switch (type) {
+        case FLOAT32: return call((float *)nullptr);
+        case BFLOAT16: return call((bfloat16 *)nullptr);
+        case FLOAT16: return call((float16 *)nullptr);
+    }
+    __builtin_trap();
+}
+
+// The same with the types of caches.
+template <class Call> static inline void by_cache_type(int type, Call call) {
+    if (type == INT8) return call((int8_t *)nullptr);
+    by_type(type, call);
 }

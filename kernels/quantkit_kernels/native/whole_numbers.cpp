@@ -8,22 +8,7 @@
 // 8-bit codes of a row as `reference.quantize_input` finds them, with zeros up to a multiple of 8; returns their scale. No
 // whole number is NaN: where a code would be, the scale is, and with it the whole product of the row, as it should be.
 static float quantized(const float *x, int64_t depth, const float *input_scale, int16_t *codes) {
-    float scale;
-    if (input_scale) {
-        scale = *input_scale;
-    } else {  // magnitudes are compared as bit patterns, whose order is theirs and in which NaN is the largest
-        __m256i most = _mm256_setzero_si256();
-        for (int64_t k = 0; k < depth; k += 8) {
-            __m256i bits = _mm256_castps_si256(load(x + k, depth - k));
-            most = _mm256_max_epi32(most, _mm256_and_si256(bits, _mm256_set1_epi32(0x7fffffff)));
-        }
-        int32_t lanes[8], largest = 0;
-        _mm256_storeu_si256((__m256i *)lanes, most);
-        for (int32_t lane : lanes) largest = lane > largest ? lane : largest;
-        memcpy(&scale, &largest, sizeof(scale));
-        scale /= 127;
-        if (scale == 0) scale = 1;
-    }
+    const float scale = input_scale ? *input_scale : scale_of_codes(x, depth);
     const __m256i places = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
     __m256 has_nan = _mm256_setzero_ps();
     for (int64_t k = 0; k < depth; k += 8) {
@@ -54,7 +39,7 @@ struct Finish {
 
 // y[0..ROWS, 0..columns] of one panel, [pairs, 16, 2].
 template <int ROWS>
-static void tile(const int8_t *panel, const Coded &x, int64_t pairs, const Finish &finish, float *y, int64_t y_stride) {
+static void multiply_codes(const int8_t *panel, const Coded &x, int64_t pairs, const Finish &finish, float *y, int64_t y_stride) {
     __m256i sums[ROWS][2];
     UNROLL for (int r = 0; r < ROWS; r++) sums[r][0] = sums[r][1] = _mm256_setzero_si256();
     for (int64_t k = 0; k < pairs; k++, panel += 2 * WIDTH) {
@@ -101,9 +86,9 @@ void int8_gemm(const Product &product, const float *x, float *y, int64_t rows, i
         parallel(panels_of(width), depth * width * count, threads, [=](int64_t p) {
             const int8_t *panel = panels + p * pairs * 2 * WIDTH;
             Finish finish{scales + p * WIDTH, bias ? bias + p * WIDTH : nullptr, columns_of(p, width)};
-            in_tiles<TILE>(count, [&](auto n, int64_t r) {
+            in_tiles<TILE_ROWS>(count, [&](auto n, int64_t r) {
                 Coded own{codes + r * stride, row_scales + r, stride};
-                tile<n>(panel, own, pairs, finish, y + (start + r) * width + p * WIDTH, width);
+                multiply_codes<n>(panel, own, pairs, finish, y + (start + r) * width + p * WIDTH, width);
             });
         });
     }
