@@ -28,7 +28,12 @@ with large_blocks_kept():
     faults_of_a_block()
     kept = [faults_of_a_block() for _ in range(3)]
 again = [faults_of_a_block() for _ in range(3)]
-print(json.dumps({"returned": returned, "kept": kept, "again": again}))
+with large_blocks_kept():
+    with large_blocks_kept():
+        pass
+    faults_of_a_block()
+    nested = [faults_of_a_block() for _ in range(3)]
+print(json.dumps({"returned": returned, "kept": kept, "again": again, "nested": nested}))
 """
 
 
@@ -49,6 +54,10 @@ def test_freed_blocks_go_back_at_once(faults: dict[str, list[int]]) -> None:
 
 def test_freed_blocks_are_used_again_where_a_step_wants_the_same(faults: dict[str, list[int]]) -> None:
     assert 4 * max(faults["kept"]) < min(faults["returned"])
+
+
+def test_the_outer_of_two_uses_outlives_the_inner(faults: dict[str, list[int]]) -> None:
+    assert 4 * max(faults["nested"]) < min(faults["returned"])
 
 
 def test_afterwards_they_go_back_again(faults: dict[str, list[int]]) -> None:
