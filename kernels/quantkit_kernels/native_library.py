@@ -2,6 +2,9 @@
 
 Their interface is plain C, called by ctypes, so that a build needs no headers of torch and takes seconds. Threads are
 those of the OpenMP library that torch has loaded: nothing is linked, its symbols are found in the process.
+
+As with torch's own threads, a process must not fork once work has been shared among them: the child has none of them
+and would wait for them for ever. Start processes that compute by spawning.
 """
 
 import ctypes
@@ -14,6 +17,7 @@ import shutil
 import subprocess
 import tempfile
 import time
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -25,7 +29,8 @@ SWITCH = "QUANTKIT_NATIVE"  # 0 in the environment: do without
 SOURCES = Path(__file__).with_name("native")
 # No -march=native: one file is right for all CPUs that share a cache folder and get past `native_blocker`.
 FLAGS = ("-std=c++20", "-O2", "-mavx2", "-mfma", "-mf16c", "-fopenmp", "-fno-exceptions", "-fPIC")
-MAX_SECONDS = 300
+MAX_SECONDS = 300  # for all files together
+MAX_LIBRARIES = 4  # kept in the folder, the latest: several versions may share it
 
 
 class NativeBuildError(Exception):
@@ -34,7 +39,7 @@ class NativeBuildError(Exception):
 
 @cache
 def native_library() -> ctypes.CDLL:
-    """The library, built if it is not in the cache folder.
+    """The library, built if it is not in the cache folder, or anew if what is there does not load.
 
     Raises:
         NativeBuildError: it cannot be had here.
@@ -43,7 +48,15 @@ def native_library() -> ctypes.CDLL:
     if reason is not None:
         raise NativeBuildError(reason)
     try:
-        return ctypes.CDLL(str(_built()))
+        library, is_new = _built()
+        if not is_new:
+            try:
+                return ctypes.CDLL(str(library))
+            except OSError as error:  # cut off, of another machine, or removed in this moment
+                logger.warning("a library is built again, it does not load: %s", error)
+                library.unlink(missing_ok=True)
+                library, _ = _built()
+        return ctypes.CDLL(str(library))
     except OSError as error:  # a folder that cannot be written, a library that does not load
         raise NativeBuildError(f"no compiled bodies: {error}") from error
 
@@ -68,8 +81,8 @@ def _blocker() -> str | None:
     return None
 
 
-def _built() -> Path:
-    """The file of the library; processes that want it at the same time build it once."""
+def _built() -> tuple[Path, bool]:
+    """The file of the library, and whether this call built it; of processes that want it at the same time one does."""
     sources = sorted(SOURCES.iterdir())
     digest = hashlib.sha256(repr(FLAGS).encode())
     for source in sources:
@@ -77,18 +90,22 @@ def _built() -> Path:
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quantkit", "native")
     library = folder / f"{digest.hexdigest()[:32]}.so"
     if library.exists():
-        return library
+        return library, False
     compiler = shutil.which("g++")
     if compiler is None:
         raise NativeBuildError("no compiled bodies: g++ is not on the path")
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not library.exists():
-            start = time.perf_counter()
-            _compile(compiler, [source for source in sources if source.suffix == ".cpp"], library)
-            logger.warning("compiled %s in %.1f s", library, time.perf_counter() - start)
-    return library
+        if library.exists():
+            return library, False
+        start = time.perf_counter()
+        _compile(compiler, [source for source in sources if source.suffix == ".cpp"], library)
+        logger.warning("compiled %s in %.1f s", library, time.perf_counter() - start)
+        oldest_first = sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime_ns)
+        for old in oldest_first[:-MAX_LIBRARIES]:  # a process that has loaded it keeps it
+            old.unlink()
+    return library, True
 
 
 def _compile(compiler: str, sources: list[Path], library: Path) -> None:
@@ -99,22 +116,26 @@ def _compile(compiler: str, sources: list[Path], library: Path) -> None:
         )
         linked = Path(folder, "linked.so")
         _run([[compiler, "-shared", "-o", str(linked), *map(str, objects), "-lm"]])
+        with linked.open("rb+") as file:
+            os.fsync(file.fileno())  # the name must not outlive the content if the machine stops
         linked.replace(library)
 
 
 def _run(commands: list[list[str]]) -> None:
-    """All at the same time."""
+    """All at the same time; none outlives the call."""
+    deadline = time.monotonic() + MAX_SECONDS
     pipe = subprocess.PIPE
-    processes = [subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True) for command in commands]
-    try:
-        for process in processes:
-            output, _ = process.communicate(timeout=MAX_SECONDS)
-            if process.returncode:
-                first = next((line for line in output.splitlines() if "error" in line), output.strip()[:200])
-                raise NativeBuildError(f"no compiled bodies: g++ says {first}")
-    except subprocess.TimeoutExpired as error:
-        raise NativeBuildError(f"no compiled bodies: g++ was not ready after {MAX_SECONDS} s") from error
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+    with ExitStack() as stack:
+        processes = []
+        for command in commands:
+            process = subprocess.Popen(command, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+            processes.append(stack.enter_context(process))  # which waits for its end
+            stack.callback(process.kill)
+        try:
+            for process in processes:
+                output, _ = process.communicate(timeout=max(0, deadline - time.monotonic()))
+                if process.returncode:
+                    first = next((line for line in output.splitlines() if "error" in line), output.strip()[:200])
+                    raise NativeBuildError(f"no compiled bodies: g++ says {first}")
+        except subprocess.TimeoutExpired as error:
+            raise NativeBuildError(f"no compiled bodies: g++ was not ready after {MAX_SECONDS} s") from error
