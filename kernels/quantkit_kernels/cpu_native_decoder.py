@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from quantkit_kernels.cpu_native import FLOATING, PART, TYPES, CacheStructure, cache_structure, is_cache
+from quantkit_kernels.cpu_native import FLOATING, PART, TYPES, CacheStructure, cache_structure
 from quantkit_kernels.cpu_native_linear import NativeWeight, Product
+from quantkit_kernels.native_arguments import check_dense, check_readable, pointer
 from quantkit_kernels.native_library import native_library
+from quantkit_kernels.reference.arguments import check_argument
 from quantkit_kernels.reference.attention import MAX_HEAD_DIM
 
 BODY = "cpu native, all layers in one call"
@@ -90,7 +92,7 @@ class PagedCache:
     """Keys and values of all layers, as `paged_attention` takes those of one.
 
     Attributes:
-        caches: for each layer its keys and values, [blocks, block_size, H_kv, D].
+        caches: for each layer its keys and values, [blocks, block_size, H_kv, D], all of one type.
         scales: of 8-bit codes, [blocks, block_size, H_kv] float32; empty for none.
     """
 
@@ -102,7 +104,7 @@ class NativeDecoder:
     """The layers of a decoder; calling it computes one token of each sequence.
 
     Args:
-        layers: in order.
+        layers: in order, one or more.
         num_heads: H.
         num_kv_heads: H_kv; divides H.
         head_dim: D, a multiple of 8.
@@ -114,7 +116,7 @@ class NativeDecoder:
     Precision: float32 but for the cache; every number is the one that the operations give one by one.
 
     Raises:
-        ValueError: weights do not fit each other.
+        ValueError: weights do not fit each other, or are not float32, contiguous and on the CPU where they are norms'.
     """
 
     def __init__(
@@ -129,13 +131,15 @@ class NativeDecoder:
         softcap: float | None,
         dtype: torch.dtype,
     ) -> None:
+        if not layers:
+            raise ValueError("0 layers, allowed is 1 or more")
         self._heads = num_heads, num_kv_heads, head_dim
         self._width, self._inner = layers[0].qkv.in_features, layers[0].down.in_features
         if num_heads % num_kv_heads or head_dim % 8 or not 0 < head_dim <= MAX_HEAD_DIM:
             raise ValueError(f"{num_heads} heads on {num_kv_heads} of {head_dim} numbers are not compiled")
         self._dtype, self._numbers = dtype, (eps, scale, softcap or 0.0)
         self._layers = (_Layer * len(layers))(*(self._structure(layer) for layer in layers))
-        self._weights = layers  # the structures point to them
+        self._weights = tuple(layers)  # the structures point to them
         self._num_turns = max((layer.turns + 1 for layer in layers if layer.turns is not None), default=0)
         self._bound: PagedCache | None = None
         self._seconds = (c_double * 3)()
@@ -160,28 +164,68 @@ class NativeDecoder:
         for name in NORMS:
             weight = getattr(layer, name)
             size = head_dim if name in ("query_norm", "key_norm") else self._width
-            if weight is not None and (weight.dtype, weight.shape) != (torch.float32, (size,)):
-                raise ValueError(f"{name} is {weight.dtype} {list(weight.shape)}, allowed is float32 [{size}]")
-            setattr(structure, name, None if weight is None else weight.data_ptr())
+            if weight is not None:
+                check_dense(name, weight, torch.float32, (size,))
+            setattr(structure, name, pointer(weight))
         structure.turns = -1 if layer.turns is None else layer.turns
         structure.window = layer.window or 0
         return structure
 
     def _bind(self, cache: PagedCache) -> None:
-        """Let the layers know where their keys and values lie."""
-        heads = self._heads
-        if len(cache.caches) != len(self._layers):
-            raise ValueError(f"{len(cache.caches)} caches for {len(self._layers)} layers")
-        shape = cache.caches[0][0].shape
-        for number, pair in enumerate(cache.caches):
-            scales = cache.scales[number] if cache.scales else (None, None)
-            for name, numbers, scale in zip(("key", "value"), pair, scales, strict=True):
-                is_own = numbers.dtype in (self._dtype, torch.int8) and is_cache(numbers, scale)
-                if not is_own or numbers.shape != (*shape[:2], heads[1], heads[2]):
-                    raise ValueError(f"the cache of layer {number} is {numbers.dtype} {list(numbers.shape)}, allowed "
-                                     f"is {self._dtype} or int8 {[*shape[:2], *heads[1:]]}")  # fmt: skip
-                setattr(self._layers[number], name, cache_structure(numbers, scale))
+        """Let the layers know where their keys and values lie; a cache that does not fit changes nothing."""
+        count = len(self._layers)
+        if len(cache.caches) != count or len(cache.scales) not in (0, count):
+            raise ValueError(f"{len(cache.caches)} caches and {len(cache.scales)} pairs of scales for {count} layers")
+        scales: Sequence[tuple[Tensor | None, Tensor | None]] = cache.scales or [(None, None)] * count
+        places = [
+            [(f"{name} cache of layer {number}", numbers, scale)
+             for name, numbers, scale in zip(("key", "value"), pair, own, strict=True)]
+            for number, (pair, own) in enumerate(zip(cache.caches, scales, strict=True))
+        ]  # fmt: skip
+        first = cache.caches[0][0]
+        dtypes = (first.dtype,) if first.dtype in (self._dtype, torch.int8) else (self._dtype, torch.int8)
+        for layer in places:
+            for name, numbers, scale in layer:
+                check_argument(name, numbers, dtypes, (*first.shape[:2], *self._heads[1:]))
+                check_readable(**{name: numbers})
+                if (scale is None) == (numbers.dtype == torch.int8):
+                    raise ValueError(f"{name} is {numbers.dtype} {'without' if scale is None else 'with'} scales, "
+                                     "allowed are scales for torch.int8 only")  # fmt: skip
+                if scale is not None:
+                    check_dense(f"scale of the {name}", scale, torch.float32, numbers.shape[:3])
+        for structure, (key, value) in zip(self._layers, places, strict=True):
+            structure.key, structure.value = cache_structure(*key[1:]), cache_structure(*value[1:])
         self._bound = cache
+
+    def _check_step(
+        self,
+        x: Tensor,
+        turns: Sequence[tuple[Tensor, Tensor]],
+        cache: PagedCache,
+        slot_mapping: Tensor,
+        block_tables: Tensor,
+        cu_seqlens: Tensor,
+        context_lens: Tensor,
+        max_context_len: int,
+    ) -> None:
+        """Raise ValueError, with the allowed values, unless the arguments of a call fit."""
+        check_dense("x", x, torch.float32, ("T", self._width))
+        tokens = len(x)
+        if len(turns) < self._num_turns:
+            raise ValueError(f"{len(turns)} turns, allowed is {self._num_turns} or more: layers name so many")
+        for number, (cos, sin) in enumerate(turns):
+            check_dense(f"cosines of turn {number}", cos, torch.float32, (tokens, "rot / 2"))
+            check_dense(f"sines of turn {number}", sin, torch.float32, (tokens, cos.shape[1]))
+            if 2 * cos.shape[1] > self._heads[2]:
+                raise ValueError(f"turn {number} has {cos.shape[1]} columns, allowed is up to {self._heads[2] // 2}")
+        check_dense("slot_mapping", slot_mapping, torch.int64, (tokens,))
+        check_dense("cu_seqlens", cu_seqlens, torch.int32, (tokens + 1,))
+        check_dense("context_lens", context_lens, torch.int32, (tokens,))
+        check_argument("block_tables", block_tables, (torch.int32,), (tokens, "B"))
+        check_readable(block_tables=block_tables)
+        room = block_tables.shape[1] * cache.caches[0][0].shape[1]
+        if not 0 <= max_context_len <= room:
+            raise ValueError(f"max_context_len={max_context_len}, allowed is 0 to {room}, the room of block_tables")
 
     def __call__(
         self,
@@ -208,25 +252,18 @@ class NativeDecoder:
 
         Returns:
             What the last layer adds, and what it is added to; both [T, K] float32.
+
+        Raises:
+            ValueError: a type, shape, stride, device or number that does not fit. Slots, lengths and blocks are read
+                on the way: keys and values of the first layer may have been written by then.
         """
         if cache is not self._bound:
             self._bind(cache)
+        self._check_step(
+            x, turns, cache, slot_mapping, block_tables, cu_seqlens, context_lens, max_context_len
+        )  # fmt: skip
         heads, kv_heads, head_dim = self._heads
         (tokens, width), numbers = x.shape, cache.caches[0][0]
-        row_wise = (block_tables, cu_seqlens, context_lens)
-        if not (
-            x.dtype == torch.float32 and x.is_contiguous() and width == self._width and len(turns) >= self._num_turns
-            and all(part.dtype == torch.float32 and part.is_contiguous() and part.shape == pair[0].shape
-                    and part.dim() == 2 and len(part) == tokens and 2 * part.shape[1] <= head_dim
-                    for pair in turns for part in pair)
-            and slot_mapping.dtype == torch.int64 and slot_mapping.shape == (tokens,) and slot_mapping.is_contiguous()
-            and all(part.dtype == torch.int32 and part.stride(-1) == 1 for part in row_wise)
-            and block_tables.dim() == 2 and len(block_tables) == len(context_lens) == tokens == len(cu_seqlens) - 1
-            and 0 <= max_context_len <= block_tables.shape[1] * numbers.shape[1]
-        ):  # fmt: skip
-            raise ValueError(
-                "one of the step's tensors has a shape, a type or a layout that its docstring does not name"
-            )
         inner, parts = self._inner, max(1, -(-max_context_len // PART))
         residual = torch.empty_like(x)
         columns = (width, (heads + 2 * kv_heads) * head_dim, heads * head_dim, 2 * inner, inner)
@@ -241,7 +278,7 @@ class NativeDecoder:
             slot_mapping.data_ptr(), block_tables.data_ptr(), block_tables.stride(0), cu_seqlens.data_ptr(),
             context_lens.data_ptr(), tokens, *numbers.shape[:2], max_context_len, parts, x.data_ptr(),
             residual.data_ptr(), *(part.data_ptr() for part in buffers),
-            None if partial is None else partial.data_ptr(), narrow.data_ptr(), addressof(self._seconds),
+            pointer(partial), narrow.data_ptr(), addressof(self._seconds),
         )  # fmt: skip
         if not _decoder_layers()(self._layers, len(self._layers), byref(step), torch.get_num_threads()):
             raise ValueError(f"slot_mapping must be -1 to {numbers.shape[0] * numbers.shape[1] - 1}, context_lens 0 to "

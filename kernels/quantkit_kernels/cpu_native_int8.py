@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
-from quantkit_kernels.cpu_native_linear import INT8_INPUTS, NativeWeight, in_panels
-from quantkit_kernels.native_library import native_blocker
+from quantkit_kernels.cpu_native_linear import INT8_INPUTS, NativeWeight, in_panels, native_weight_blocker
 
 MAX_COLUMNS = 2**17 - 1  # of a weight whose sums of -128 times -128 are less than 2**31
 
@@ -57,8 +56,6 @@ class NativeW8A8(NativeWeight):
 
 def native_w8a8_blocker(codes: Tensor) -> str | None:
     """Why `NativeW8A8` cannot take a weight; None if it can."""
-    if codes.device.type != "cpu":
-        return f"the weight is on {codes.device}"
     if codes.shape[1] > MAX_COLUMNS:
         return f"K={codes.shape[1]} is more than {MAX_COLUMNS}, up to which 32 bits hold every sum"
-    return native_blocker()
+    return native_weight_blocker(codes)

@@ -5,18 +5,20 @@ in registers. A row's product is summed from the first column to the last, whate
 not depend on the batch.
 """
 
+from copy import copy
 from ctypes import POINTER, Structure, byref, c_int, c_int64, c_void_p
 from functools import cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
 from quantkit_kernels import reference
 from quantkit_kernels.cpu_half import half_blocker
+from quantkit_kernels.native_arguments import check_readable, pointer
 from quantkit_kernels.native_library import native_blocker, native_library
 
-WIDTH = 16  # as in native/products.cpp
+WIDTH = 16  # as in native/panels.h
 HALF, INT4, INT8_INPUTS = range(3)  # as in native/bodies.h
 
 
@@ -77,14 +79,17 @@ class NativeWeight:
         reference.check_bias(bias, self.out_features)
         self._bias = None if bias is None else bias.float().contiguous()
         self._panels, self._scales, self._input_scale = panels, scales, input_scale
-        pointers = (_pointer(part) for part in (panels, scales, self._bias, input_scale))
+        pointers = (pointer(part) for part in (panels, scales, self._bias, input_scale))
         self.product = Product(kind, self.in_features, self.out_features, group_size, *pointers)
 
-    def set_bias(self, bias: Tensor) -> None:
-        """Add a bias, [N], to every product from now on."""
+    def with_bias(self, bias: Tensor) -> Self:
+        """The same weight, in the same memory, with another bias, [N]; this one stays as it is."""
         reference.check_bias(bias, self.out_features)
-        self._bias = bias.float().contiguous()
-        self.product.bias = _pointer(self._bias)
+        other = copy(self)
+        other._bias = bias.float().contiguous()
+        other.product = Product.from_buffer_copy(self.product)
+        other.product.bias = pointer(other._bias)
+        return other
 
     @property
     def nbytes(self) -> int:
@@ -96,8 +101,9 @@ class NativeWeight:
         """[..., N] product of the activations, [..., K], with the weight, and the bias added; in the type of x."""
         if x.shape[-1] != self.in_features:
             raise ValueError(f"x is {list(x.shape)}, allowed is [..., {self.in_features}]")
+        check_readable(x=x)
         rows, product = x.float().contiguous(), torch.empty(*x.shape[:-1], self.out_features)
-        num_rows = rows.numel() // self.in_features
+        num_rows = rows.numel() // self.in_features  # 1 or more: an empty weight is refused
         _multiply()(byref(self.product), rows.data_ptr(), product.data_ptr(), num_rows, torch.get_num_threads())
         return product.to(x.dtype)
 
@@ -157,17 +163,16 @@ class NativeW4A16(NativeWeight):
 
 def native_half_blocker(weight: Tensor) -> str | None:
     """Why `NativeHalf` cannot take a weight; None if it can."""
-    return _device_blocker(weight) or half_blocker(weight)
+    return native_weight_blocker(weight) or half_blocker(weight)
 
 
 def native_w4a16_blocker(weight_packed: Tensor) -> str | None:
     """Why `NativeW4A16` cannot take a weight; None if it can."""
-    return _device_blocker(weight_packed)
+    return native_weight_blocker(weight_packed)
 
 
-def _device_blocker(weight: Tensor) -> str | None:
-    return native_blocker() if weight.device.type == "cpu" else f"the weight is on {weight.device}"
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def native_weight_blocker(weight: Tensor) -> str | None:
+    """Why no compiled body takes a weight, whatever its numbers are; None if one may."""
+    if weight.device.type != "cpu":
+        return f"the weight is on {weight.device}"
+    return native_blocker() if weight.numel() else f"a weight of {list(weight.shape)} is empty"

@@ -47,15 +47,20 @@ def unwritten_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def without_native(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A machine without compiled bodies."""
+def forgetful() -> Iterator[None]:
+    """What was found out about the library does not outlive a test."""
     remembered = native_library.native_library, native_library.native_blocker, choose
-    monkeypatch.setenv(native_library.SWITCH, "0")
     for function in remembered:
         function.cache_clear()
     yield
     for function in remembered:
         function.cache_clear()
+
+
+@pytest.fixture
+def without_native(forgetful: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without compiled bodies."""
+    monkeypatch.setenv(native_library.SWITCH, "0")
 
 
 @pytest.fixture(scope="session", autouse=True)

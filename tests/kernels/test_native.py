@@ -4,14 +4,15 @@ import ctypes
 import inspect
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from quantkit_kernels import cpu_native, native_library, reference
+from quantkit_kernels.cpu_native_int8 import NativeW8A8
 from quantkit_kernels.cpu_native_linear import NativeHalf, NativeW4A16
 from quantkit_kernels.dispatch import NATIVE, choose
 from quantkit_kernels.native_library import NativeBuildError
@@ -23,17 +24,6 @@ needs_native = pytest.mark.skipif(blocker is not None, reason=str(blocker))
 
 def random(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """What was found out about the library does not outlive a test."""
-    remembered = native_library.native_library, native_library.native_blocker, choose
-    for function in remembered:
-        function.cache_clear()
-    yield
-    for function in remembered:
-        function.cache_clear()
 
 
 @pytest.fixture
@@ -60,6 +50,38 @@ def test_a_library_is_built_once_and_anew_for_another_source(cache_folder: Path)
     native_library.native_library.cache_clear()
     assert native_library.native_library().one() == 2
     assert len(list(first.parent.glob("*.so"))) == 2
+    for number in range(3, 8):
+        (native_library.SOURCES / "one.cpp").write_text(f'extern "C" int one() {{ return {number}; }}')
+        native_library.native_library.cache_clear()
+        assert native_library.native_library().one() == number
+    assert len(list(first.parent.glob("*.so"))) == native_library.MAX_LIBRARIES
+    assert not first.exists()
+
+
+@needs_native
+def test_a_library_that_does_not_load_is_built_again(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    library, _ = native_library._built()
+    library.write_bytes(b"\x7fELF, and no more")
+    native_library.native_library.cache_clear()
+    assert native_library.native_library().one() == 1
+    assert "a library is built again, it does not load: " in caplog.text
+
+
+def test_compilers_share_their_time_and_none_outlives_the_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[str]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str], **options: Any) -> Any:
+        started.append(popen(command, **options))
+        return started[-1]
+
+    monkeypatch.setattr(native_library.subprocess, "Popen", start)
+    monkeypatch.setattr(native_library, "MAX_SECONDS", 0.2)
+    with pytest.raises(NativeBuildError, match=r"not ready after 0\.2 s"):
+        native_library._run([["sleep", "60"]] * 2)
+    with pytest.raises(FileNotFoundError):
+        native_library._run([["sleep", "60"], ["no-such-compiler"]])
+    assert [process.returncode for process in started] == [-9] * 3
 
 
 @needs_native
@@ -196,3 +218,98 @@ def test_results_do_not_depend_on_the_number_of_threads() -> None:
         torch.set_num_threads(before)
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def arguments_of(operation: str) -> dict[str, Any]:
+    """Some that fit."""
+    cache = torch.zeros(2, 8, 1, 8)
+    return {
+        "paged_attention": {
+            "query": torch.ones(1, 1, 8), "key_cache": cache, "value_cache": cache.clone(),
+            "block_tables": torch.zeros(1, 1).int(), "cu_seqlens": torch.tensor([0, 1]).int(),
+            "context_lens": torch.tensor([3]).int(), "scale": 1.0, "max_query_len": 1, "max_context_len": 8,
+        },
+        "rms_norm": {
+            "x": torch.ones(2, 16), "weight": torch.ones(16), "eps": 1e-5, "residual": torch.ones(2, 16),
+        },
+        "rotary_embedding": {
+            "q": torch.ones(2, 2, 8), "k": torch.ones(2, 1, 8), "cos": torch.ones(2, 4), "sin": torch.ones(2, 4),
+        },
+        "silu_mul": {"x": torch.ones(2, 16)},
+        "store_kv_cache": {
+            "key": torch.ones(2, 1, 8), "value": torch.ones(2, 1, 8), "key_cache": cache, "value_cache": cache.clone(),
+            "slot_mapping": torch.arange(2),
+        },
+    }[operation]  # fmt: skip
+
+
+TENSORS = [(op, name) for op in NATIVE for name, value in arguments_of(op).items() if isinstance(value, Tensor)]
+
+
+@needs_native
+@pytest.mark.parametrize(("operation", "name"), TENSORS)
+def test_memory_that_cannot_be_read_is_refused(operation: str, name: str) -> None:
+    body, arguments = getattr(cpu_native, operation), arguments_of(operation)
+    body(**arguments)
+    with pytest.raises(ValueError, match=r"is on (meta|cpu), allowed is"):
+        body(**(arguments | {name: arguments[name].to("meta")}))
+
+
+@needs_native
+@pytest.mark.parametrize("operation", NATIVE)
+def test_memory_of_another_device_is_refused(operation: str) -> None:
+    on_meta = {n: v.to("meta") if isinstance(v, Tensor) else v for n, v in arguments_of(operation).items()}
+    with pytest.raises(ValueError, match="is on meta, allowed is cpu, whose memory compiled bodies read"):
+        getattr(cpu_native, operation)(**on_meta)
+
+
+@needs_native
+@pytest.mark.parametrize(("operation", "name"), [case for case in TENSORS if case[1] in ("x", "query", "q", "key")])
+def test_a_gradient_is_refused_and_not_dropped(operation: str, name: str) -> None:
+    body, arguments = getattr(cpu_native, operation), arguments_of(operation)
+    arguments[name].requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} requires a gradient, which compiled bodies do not give"):
+        body(**arguments)
+    with torch.no_grad():
+        body(**arguments)
+
+
+@needs_native
+def test_products_refuse_what_they_cannot_read() -> None:
+    weight = NativeHalf(torch.ones(16, 64))
+    with pytest.raises(ValueError, match="x is on meta, allowed is cpu"):
+        weight(torch.ones(1, 64, device="meta"))
+    with pytest.raises(ValueError, match="x requires a gradient"):
+        weight(torch.ones(1, 64, requires_grad=True))
+    with pytest.raises(ValueError, match=r"a weight of \[16, 0\] is empty"):
+        NativeHalf(torch.ones(16, 0))
+    with pytest.raises(ValueError, match=r"a weight of \[16, 0\] is empty"):
+        NativeW8A8(torch.ones(16, 0, dtype=torch.int8), torch.ones(16, 1))
+
+
+@needs_native
+def test_a_bias_makes_another_weight() -> None:
+    weight, x = NativeHalf(random(16, 64)), random(3, 64)
+    before = weight(x)
+    torch.testing.assert_close(weight.with_bias(torch.ones(16))(x), before + 1)
+    assert torch.equal(weight(x), before)
+
+
+@needs_native
+def test_one_column_has_no_stride() -> None:
+    arguments = arguments_of("paged_attention")
+    arguments["block_tables"] = torch.zeros(1, 3).int().t()[:1]
+    wanted = reference.paged_attention(**arguments)
+    torch.testing.assert_close(cpu_native.paged_attention(**arguments), wanted)
+    column, weight = torch.ones(3, 2)[:, :1], torch.ones(2)[:1]
+    assert torch.equal(cpu_native.rms_norm(column, weight, 0.0), reference.rms_norm(column, weight, 0.0))
+
+
+@needs_native
+@pytest.mark.parametrize("name", ["key_scale", "value_scale"])
+def test_scales_that_are_not_contiguous_are_named(name: str) -> None:
+    codes, scale = torch.zeros(2, 8, 2, 8, dtype=torch.int8), torch.zeros(2, 8, 2)
+    scales = {"key_scale": scale, "value_scale": scale} | {name: torch.zeros(2, 16, 2)[:, ::2]}
+    rows = torch.ones(2, 2, 8)
+    with pytest.raises(ValueError, match=f"{name} has the strides .*, allowed is a contiguous tensor"):
+        cpu_native.store_kv_cache(rows, rows, codes, codes.clone(), torch.arange(2), **scales)

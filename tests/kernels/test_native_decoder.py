@@ -60,14 +60,34 @@ def test_a_step_is_computed() -> None:
         ({"down": NativeHalf(random(24, 48))}, r"gate_up is \[80, 24\], allowed is \[96, 24\]"),
         (
             {"feed_forward_norm": torch.ones(32)},
-            r"feed_forward_norm is torch.float32 \[32\], allowed is float32 \[24\]",
+            r"feed_forward_norm is torch.float32 \[32\], allowed is torch.float32 \[24\]",
         ),
-        ({"key_norm": torch.ones(8).half()}, r"key_norm is torch.float16 \[8\], allowed is float32 \[8\]"),
+        ({"key_norm": torch.ones(8).half()}, r"key_norm is torch.float16 \[8\], allowed is torch.float32 \[8\]"),
+        ({"attention_norm": torch.ones(48)[::2]}, "attention_norm has the stride 2 along its last dimension"),
+        ({"query_norm": torch.ones(1).expand(8)}, "query_norm has the stride 0 along its last dimension"),
+        ({"attention_norm": torch.ones(24, device="meta")}, "attention_norm is on meta, allowed is cpu"),
     ],
 )
 def test_weights_that_do_not_fit(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         NativeDecoder([make_layer(**changes)], **HEADS, **NUMBERS)
+
+
+def test_a_decoder_has_layers() -> None:
+    with pytest.raises(ValueError, match="0 layers, allowed is 1 or more"):
+        NativeDecoder([], **HEADS, **NUMBERS)
+
+
+def test_a_decoder_keeps_its_weights() -> None:
+    """Whatever becomes of the list that it was given, and of the weights' biases."""
+    qkv = NativeHalf(random(64, 24), random(64))
+    layers = [make_layer(qkv=qkv)]
+    decoder = NativeDecoder(layers, **HEADS, **NUMBERS)
+    wanted = decoder(**make_step())[0]
+    other = qkv.with_bias(torch.full((64,), 100.0))
+    layers[0] = make_layer(qkv=other)
+    assert torch.equal(decoder(**make_step())[0], wanted)
+    assert not torch.equal(NativeDecoder(layers, **HEADS, **NUMBERS)(**make_step())[0], wanted)
 
 
 def test_heads_that_are_not_compiled() -> None:
@@ -76,21 +96,25 @@ def test_heads_that_are_not_compiled() -> None:
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"x": random(2, 24).half()},
-        {"x": random(2, 32)},
-        {"turns": []},
-        {"turns": [(torch.ones(2, 4), torch.zeros(2, 8))]},
-        {"turns": [(torch.ones(2, 5), torch.zeros(2, 5))]},
-        {"slot_mapping": torch.tensor([4, 8], dtype=torch.int32)},
-        {"block_tables": torch.tensor([[1], [2]])},
-        {"context_lens": torch.ones(3, dtype=torch.int32)},
-        {"max_context_len": 5},
+        ({"x": random(2, 24).half()}, r"x is torch.float16 \[2, 24\], allowed is torch.float32 \[T, 24\]"),
+        ({"x": random(2, 32)}, r"x is torch.float32 \[2, 32\]"),
+        ({"x": random(2, 25)[:, :24]}, r"x has the strides \(25, 1\), allowed is a contiguous tensor"),
+        ({"x": random(2, 24).to("meta")}, "x is on meta, allowed is cpu"),
+        ({"x": random(2, 24).requires_grad_()}, "x requires a gradient, which compiled bodies do not give"),
+        ({"turns": []}, "0 turns, allowed is 1 or more"),
+        ({"turns": [(torch.ones(2, 4), torch.zeros(2, 8))]}, r"sines of turn 0 is torch.float32 \[2, 8\], allowed is"),
+        ({"turns": [(torch.ones(2, 5), torch.zeros(2, 5))]}, "turn 0 has 5 columns, allowed is up to 4"),
+        ({"slot_mapping": torch.tensor([4, 8], dtype=torch.int32)}, "slot_mapping is torch.int32"),
+        ({"block_tables": torch.tensor([[1], [2]])}, "block_tables is torch.int64"),
+        ({"cu_seqlens": torch.tensor([0, 1, 2], dtype=torch.int32, device="meta")}, "cu_seqlens is on meta"),
+        ({"context_lens": torch.ones(3, dtype=torch.int32)}, r"context_lens is torch.int32 \[3\], allowed .* \[2\]"),
+        ({"max_context_len": 5}, "max_context_len=5, allowed is 0 to 4, the room of block_tables"),
     ],
 )
-def test_a_step_that_does_not_fit(changes: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="one of the step's tensors"):
+def test_a_step_that_does_not_fit(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         NativeDecoder([make_layer()], **HEADS, **NUMBERS)(**make_step(**changes))
 
 
@@ -108,10 +132,50 @@ def test_places_outside_the_cache(name: str, value: Tensor) -> None:
         NativeDecoder([make_layer()], **HEADS, **NUMBERS)(**step)
 
 
-def test_caches_that_do_not_fit() -> None:
-    decoder = NativeDecoder([make_layer()], **HEADS, **NUMBERS)
-    pair = (torch.zeros(3, 4, 2, 8), torch.zeros(3, 4, 2, 8))
-    with pytest.raises(ValueError, match=r"the cache of layer 0 is torch\.float32"):
-        decoder(**make_step(cache=PagedCache([pair])))
-    with pytest.raises(ValueError, match="0 caches for 1 layers"):
-        decoder(**make_step(cache=PagedCache([])))
+def make_pair(dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    return torch.zeros(3, 4, 2, 8, dtype=dtype), torch.zeros(3, 4, 2, 8, dtype=dtype)
+
+
+SCALES = (torch.zeros(3, 4, 2), torch.zeros(3, 4, 2))
+
+
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (PagedCache([]), "0 caches and 0 pairs of scales for 1 layers"),
+        (PagedCache([make_pair()], [SCALES, SCALES]), "1 caches and 2 pairs of scales for 1 layers"),
+        (
+            PagedCache([make_pair(torch.float32)]),
+            r"key cache of layer 0 is torch.float32 .*, allowed is torch.bfloat16 or torch.int8 \[3, 4, 2, 8\]",
+        ),
+        (PagedCache([(make_pair()[0], make_pair(torch.int8)[0])]), "value cache of layer 0 is torch.int8"),
+        (PagedCache([make_pair(torch.int8)]), "key cache of layer 0 is torch.int8 without scales"),
+        (PagedCache([make_pair()], [SCALES]), "key cache of layer 0 is torch.bfloat16 with scales"),
+        (PagedCache([(make_pair()[0], make_pair()[1].to("meta"))]), "value cache of layer 0 is on meta"),
+        (
+            PagedCache([make_pair(torch.int8)], [(SCALES[0], torch.zeros(3, 4, 4)[..., ::2])]),
+            "scale of the value cache of layer 0 has the stride 2",
+        ),
+    ],
+)
+def test_caches_that_do_not_fit(cache: PagedCache, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NativeDecoder([make_layer()], **HEADS, **NUMBERS)(**make_step(cache=cache))
+
+
+@pytest.mark.parametrize(("dtype", "scales"), [(torch.float32, (None, None)), (torch.int8, SCALES)])
+def test_a_cache_that_is_refused_changes_nothing(dtype: torch.dtype, scales: Any) -> None:
+    """A step behind it writes into both layers of its own cache, and not into the first of the refused one."""
+    decoder = NativeDecoder([make_layer(), make_layer()], **HEADS, **NUMBERS)
+    good, bad = (
+        PagedCache([make_pair(), make_pair()]),
+        PagedCache([make_pair(), make_pair(dtype)], [(None, None), scales]),
+    )
+    decoder(**make_step(cache=good))
+    for keys, values in good.caches:
+        keys.zero_(), values.zero_()
+    with pytest.raises(ValueError, match=f"key cache of layer 1 is {dtype}.*, allowed is torch.bfloat16 "):
+        decoder(**make_step(cache=bad))
+    decoder(**make_step(cache=good))
+    assert all(part.any() for pair in good.caches for part in pair)
+    assert not any(part.any() for pair in bad.caches for part in pair)

@@ -1,7 +1,5 @@
 """The compiled product of 8-bit weights and 8-bit inputs: equal to the reference, to the last bit."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor
@@ -158,17 +156,6 @@ def test_arguments_that_do_not_fit(arguments: dict[str, Tensor], message: str) -
         NativeW8A8(**(good | arguments))
     with pytest.raises(ValueError, match=r"x is \[2, 7\], allowed is \[..., 8\]"):
         NativeW8A8(**good)(torch.ones(2, 7))
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """What was found out about the library does not outlive a test."""
-    remembered = native_library.native_library, native_library.native_blocker
-    for function in remembered:
-        function.cache_clear()
-    yield
-    for function in remembered:
-        function.cache_clear()
 
 
 @pytest.mark.parametrize("has_int8_matmul", [False, True])

@@ -69,8 +69,7 @@ def _multiply(weight: PreparedWeight, x: Rows) -> Tensor:
 
 def _with_bias(weight: PreparedWeight, bias: Tensor) -> PreparedWeight:
     if isinstance(weight, NativeWeight):
-        weight.set_bias(bias)
-        return weight
+        return weight.with_bias(bias)
     return _BiasedCodes(weight, bias) if isinstance(weight, CodedWeight) else _Biased(weight, bias)
 
 
