@@ -11,12 +11,7 @@ version: 1
 model: {model}
 """
 CALIBRATION = """\
-calibration:
-  sources:
-    - {kind: text, path: builtin, share: 1.0}  # better: text or chats like those that the model will see
-  num_tokens: 32768
-  window_tokens: 512
-  seed: 0
+calibration: {num_tokens: 32768}               # half text, half chat; better: `sources` like what the model will see
 """
 GATES = """\
 gates:
