@@ -8,17 +8,19 @@ CHECKPOINT = "PATH/TO/CHECKPOINT"
 
 
 def vllm_command(model: str, fit: Fit, demand: Demand, *, prefix_caching: bool) -> str | None:
-    """``vllm serve ...``; None where vLLM has no such checkpoint or cache, or the demand does not fit."""
+    """``vllm serve ...``; None where vLLM has no such checkpoint or cache, or the demand does not run."""
     scheme, kv_dtype = SCHEME_BY_NAME.get(fit.scheme), KV_DTYPES[fit.kv_dtype]
     if fit.max_model_len is None or kv_dtype.vllm is None or (scheme is not None and scheme.gguf):
         return None
     parts = [
-        f"vllm serve {model if fit.scheme in ('16-bit', 'as stored') else CHECKPOINT}",
+        f"vllm serve {model if fit.scheme in ('16-bit', 'as stored', 'FP8') else CHECKPOINT}",
         f"--max-model-len {fit.max_model_len}",
         f"--gpu-memory-utilization {fit.utilization:.2f}",
         f"--max-num-seqs {fit.max_num_seqs}",
         f"--max-num-batched-tokens {max(demand.max_num_batched_tokens, fit.max_num_seqs)}",
     ]
+    if fit.scheme == "FP8":
+        parts.append("--quantization fp8")
     if fit.tp > 1:
         parts.append(f"--tensor-parallel-size {fit.tp}")
     if kv_dtype.vllm != "auto":
@@ -38,9 +40,9 @@ def llama_command(fit: Fit) -> str | None:
 
 
 def engine_command(model: str, fit: Fit, demand: Demand) -> str | None:
-    """``quantkit serve ...``; None where the demand does not fit or needs more than our engine has."""
+    """``quantkit serve ...``; None where the demand does not run or needs more than our engine has."""
     kv_dtype = {"16-bit": "auto", "int8": "int8"}.get(fit.kv_dtype)
-    if fit.max_model_len is None or kv_dtype is None or fit.tp > 1:
+    if fit.max_model_len is None or kv_dtype is None or fit.tp > 1 or fit.scheme == "FP8":
         return None
     parts = [
         f"quantkit serve {model if fit.scheme in ('16-bit', 'as stored') else CHECKPOINT}",
