@@ -41,6 +41,10 @@ class SourceError(QuantkitError):
     """The model cannot be found or read."""
 
 
+class CapacityError(QuantkitError):
+    """Nothing of what was demanded can run on the devices."""
+
+
 class CalibrationError(QuantkitError):
     """The calibration data is missing, empty or too short."""
 

@@ -1,7 +1,8 @@
 """From a workload to ranked recipes and settings, each with its reason in one line.
 
 Recipes are ranked by what the roofline predicts for the workload on the device: the seconds of a usual request, or the
-requests a second of a full batch. If quality is critical, 16 and 8 bits come before 4.
+requests a second of a full batch. Of those that are within `UNCERTAINTY` of the fastest the one that loses the least
+quality comes first. If quality is critical, 16 and 8 bits come before 4. What does not run has no rank.
 """
 
 from collections.abc import Sequence
@@ -20,14 +21,16 @@ from quantkit.capacity.kv_footprint import (
     waste,
 )
 from quantkit.capacity.model_facts import ModelFacts
+from quantkit.capacity.problem import sequences
 from quantkit.capacity.recipe_text import write_recipe
 from quantkit.capacity.roofline import SpeedModel
-from quantkit.capacity.weight_schemes import SCHEME_BY_NAME, SIXTEEN, SchemeDoesNotFitError, WeightScheme, step_ratio
+from quantkit.capacity.weight_schemes import SCHEME_BY_NAME, SIXTEEN, WeightScheme, step_ratio
 from quantkit.capacity.workload import Workload
 from quantkit.errors import UsageError
 
 LONG_CONTEXT_SHARE = 0.25  # of a step's bytes that the cache may be before its dtype matters
 SHARED_SHARE = 0.2  # of a prompt that must be shared before caching it matters
+UNCERTAINTY = 1.25  # a factor of speed: the largest by which predictions were off in docs/PLAN.md
 LAPTOP_BYTES = 40e9  # a processor with less memory is called a laptop
 
 
@@ -38,8 +41,8 @@ class Advice:
     Attributes:
         scheme: name.
         reason: one line.
-        request_seconds: of a usual request at the workload's concurrency; None if it does not fit.
-        requests_per_s: of a full batch; None if it does not fit.
+        request_seconds: of a usual request at the workload's concurrency, or at what of it fits.
+        requests_per_s: of a full batch.
         fit: on the device.
         recipe: YAML that today's parser accepts; None if there is none.
         left_out: what a recipe cannot say yet.
@@ -47,8 +50,8 @@ class Advice:
 
     scheme: str
     reason: str
-    request_seconds: float | None
-    requests_per_s: float | None
+    request_seconds: float
+    requests_per_s: float
     fit: Fit
     recipe: str | None
     left_out: tuple[str, ...]
@@ -85,7 +88,7 @@ def advise(
     demand: Demand,
     model: str,
 ) -> list[Advice]:
-    """Recipes for a workload, the best first.
+    """Recipes for a workload that run on the device, the best first.
 
     Args:
         facts: the model.
@@ -100,24 +103,36 @@ def advise(
         UsageError: the device has no 16-bit products to compare with.
     """
     sixteen = SpeedModel(facts, SIXTEEN, device, kv_dtype, layout, demand.tp)
+    runs_sixteen = fit(facts, SIXTEEN, device, kv_dtype, layout, demand).runs
     found = []
     for scheme in candidates(facts, device):
         weighed = fit(facts, scheme, device, kv_dtype, layout, demand)
-        seconds = rate = None
-        reason = weighed.problem or ""
-        if weighed.batch_p99 >= 1:
-            try:
-                speed = SpeedModel(facts, scheme, device, kv_dtype, layout, demand.tp)
-            except SchemeDoesNotFitError as error:
-                reason = str(error)
-            else:
-                batch = min(workload.concurrency or 1, weighed.batch_p50)
-                seconds = request_seconds(speed, workload, batch)
-                rate = request_rate(speed, workload, max(1, min(weighed.batch_p50, workload.concurrency or 256)))
-                reason = _reason(scheme, speed, sixteen, workload, batch, weighed)
+        if not weighed.runs:
+            continue
+        speed = SpeedModel(facts, scheme, device, kv_dtype, layout, demand.tp)
+        batch = sequences_at_once(workload, weighed)
+        reason = _reason(scheme, speed, sixteen, workload, batch, weighed)
+        if not runs_sixteen:
+            reason += "; 16 bits do not run here"
         written = write_recipe(model, scheme, reason)
-        found.append(Advice(scheme.name, reason, seconds, rate, weighed, written.text, written.left_out))
-    return sorted(found, key=lambda advice: _rank(advice, workload))
+        found.append(
+            Advice(
+                scheme.name,
+                reason,
+                request_seconds(speed, workload, batch),
+                request_rate(speed, workload, min(weighed.batch_p50, workload.concurrency or 256)),
+                weighed,
+                written.text,
+                written.left_out,
+            )
+        )
+    return rank(found, workload)
+
+
+def sequences_at_once(workload: Workload, weighed: Fit) -> int:
+    """Usual sequences that run at the same time: those that were asked for, if they fit."""
+    full = weighed.batch_p50
+    return min(full, workload.concurrency or (1 if workload.goal == "latency" else full))
 
 
 def request_seconds(speed: SpeedModel, workload: Workload, batch: int) -> float:
@@ -135,13 +150,32 @@ def request_rate(speed: SpeedModel, workload: Workload, batch: int) -> float:
     return batch / (answers + batch * speed.prefill(max(1, prompt)))
 
 
-def _rank(advice: Advice, workload: Workload) -> tuple[bool, bool, bool, float]:
-    """Smaller is better: fits, holds the concurrency, keeps quality, is fast."""
-    scheme = SCHEME_BY_NAME[advice.scheme]
-    if advice.request_seconds is None or advice.requests_per_s is None:
-        return (True, True, True, 0.0)
-    cost = advice.request_seconds if workload.goal == "latency" else 1 / advice.requests_per_s
-    return (False, not advice.fit.fits, workload.quality_critical and scheme.bits < 8, cost)
+def rank(found: Sequence[Advice], workload: Workload) -> list[Advice]:
+    """The best first: what holds the concurrency, and of that again and again the best of those near the fastest.
+
+    Near is less than `UNCERTAINTY` times as slow; the best of those loses the least quality, or is the fastest of such.
+    """
+
+    def group(advice: Advice) -> tuple[bool, bool]:
+        return (not advice.fit.fits, workload.quality_critical and SCHEME_BY_NAME[advice.scheme].bits < 8)
+
+    def cost(advice: Advice) -> float:
+        return advice.request_seconds if workload.goal == "latency" else 1 / advice.requests_per_s
+
+    left = sorted(found, key=lambda advice: (group(advice), cost(advice)))
+    ranked = []
+    while left:
+        fastest = left[0]
+        near = [a for a in left if group(a) == group(fastest) and cost(a) < UNCERTAINTY * cost(fastest)]
+        best = max(near, key=lambda advice: _quality(SCHEME_BY_NAME[advice.scheme]))
+        ranked.append(best)
+        left.remove(best)
+    return ranked
+
+
+def _quality(scheme: WeightScheme) -> tuple[float, bool]:
+    """More is better: bits of a weight, then activations that keep 16 bits."""
+    return (scheme.bits, scheme.compute == "16-bit")
 
 
 def _reason(
@@ -158,7 +192,10 @@ def _reason(
     if scheme.gguf is not None:
         where = "a laptop" if speed.device.memory_bytes < LAPTOP_BYTES else "llama.cpp"
         return f"one file for {where}, {8 * _size(weighed) / speed.facts.parameters:.1f} bits a weight{note}"
-    finer = "" if scheme.compute == "fp8" else f", with steps {step_ratio(4, 8):.0f}x finer than 4 bits"
+    if scheme.compute == "fp8":
+        finer = "; not written by quantkit: vLLM makes it at load (--quantization fp8)"
+    else:
+        finer = f", rounded in steps {step_ratio(4, 8):.0f} times smaller than those of 4 bits"
     if scheme.compute != "16-bit":
         return f"prompts (compute-bound) {prompt:.1f}x as fast, tokens {gain:.1f}x at batch {batch}{finer}{note}"
     if scheme.bits >= 8:
@@ -210,8 +247,8 @@ def advise_settings(
             Setting(
                 "paged KV cache",
                 paged,
-                f"sessions of {usual} tokens would waste {waste(usual, reserved):.1%} of {reserved} reserved ones; "
-                f"blocks of {layout.block_size} waste {block_waste(usual, layout.block_size):.1%}",
+                f"a sequence of {usual} tokens would leave {waste(usual, reserved):.1%} of room for {reserved} unused; "
+                f"in blocks of {layout.block_size} it leaves {block_waste(usual, layout.block_size):.1%}",
             )
         )
     sixteen = KV_DTYPES["16-bit"]
@@ -224,7 +261,7 @@ def advise_settings(
             Setting(
                 f"{dtype.name} KV cache",
                 gain,
-                f"the cache is {share:.0%} of what a step of {batch} sequences of {usual} tokens reads: "
+                f"the cache is {share:.0%} of what a step of {sequences(batch)} of {usual} tokens reads: "
                 f"{dtype.name} holds {gain:.2f}x as many",
             )
         )
@@ -244,14 +281,17 @@ def advise_settings(
 def writable(advice: Sequence[Advice]) -> Advice:
     """The best recommendation that has a recipe.
 
+    Args:
+        advice: the best first.
+
     Raises:
         UsageError: there is none.
     """
     for entry in advice:
-        if entry.recipe is not None and entry.fit.batch_p99 >= 1:
+        if entry.recipe is not None:
             return entry
     raise UsageError(
         "no recommended scheme has a recipe: "
-        + "; ".join(f"{entry.scheme}: {(entry.left_out or (entry.reason,))[0]}" for entry in advice),
+        + ("; ".join(f"{entry.scheme}: {(entry.left_out or (entry.reason,))[0]}" for entry in advice) or "none runs"),
         fix="Choose a larger device, or shorter contexts",
     )

@@ -1,25 +1,28 @@
 """What fits on a device: weights, activations and how many sequences of which length; with the settings that follow."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from quantkit.capacity.devices import Device
 from quantkit.capacity.kv_footprint import CacheLayout, KVDtype, sequence_bytes
 from quantkit.capacity.model_facts import ModelFacts
+from quantkit.capacity.problem import Problem, sequences, tp_problem
 from quantkit.capacity.weight_schemes import SchemeDoesNotFitError, WeightScheme, weight_bytes
+from quantkit.capacity.workload import MAX_TOKENS
 from quantkit.errors import UsageError
 
 # Assumptions, stated wherever a fit is shown.
 OVERHEAD_BYTES = 1.5e9  # CUDA context, libraries' workspaces, CUDA graphs
 DEFAULT_UTILIZATION, MAX_UTILIZATION = 0.90, 0.95
-MAX_NUM_SEQS = 1024
+MAX_NUM_SEQS = 1024  # that are served at once if nobody says how many
 ACTIVATION_COPIES = 4  # tensors of the hidden size alive at once in a step
 
 ASSUMPTIONS = (
     f"{OVERHEAD_BYTES / 1e9:g} GB a device for the driver's context, workspaces and CUDA graphs",
     f"activations: {ACTIVATION_COPIES} tensors of the hidden size and 2 of the MLP's for every token of a step, "
-    "and 32-bit logits for every sequence",
+    "and 32-bit logits for every sequence that runs at once",
     "matrices, heads and vocabulary are split evenly over tensor-parallel devices, norms are on all of them",
     "a data sheet's GB are decimal; drivers report a little more",
 )
@@ -72,14 +75,14 @@ class Fit:
         weight_bytes: of its part of the weights.
         activation_bytes: of a step.
         overhead_bytes: of everything else.
-        kv_bytes: what is left for the cache at ``utilization``; 0 if nothing is.
-        batch_p50: usual sequences that fit at once.
+        kv_bytes: what is left for the cache at ``utilization`` beside ``max_num_seqs`` sequences' logits; 0 if nothing.
+        batch_p50: usual sequences that fit at once, each with its cache and its logits.
         batch_p99: long ones.
         longest: tokens of the longest sequence that fits alone; at most what the model was made for.
         utilization: gpu_memory_utilization to set.
         max_model_len: to set; None if the demanded p99 does not fit.
         max_num_seqs: to set.
-        problem: why it does not fit; None if it does.
+        problem: why not everything that was demanded fits; None if it does.
     """
 
     device: str
@@ -97,17 +100,32 @@ class Fit:
     utilization: float = DEFAULT_UTILIZATION
     max_model_len: int | None = None
     max_num_seqs: int = 0
-    problem: str | None = None
+    problem: Problem | None = None
 
     @property
     def fits(self) -> bool:
         """Whether everything that was demanded fits."""
         return self.problem is None
 
+    @property
+    def runs(self) -> bool:
+        """Whether sequences of the demanded lengths run at all, if only fewer at once than was demanded."""
+        return self.max_model_len is not None
+
+    @property
+    def answer(self) -> str:
+        """``yes``, ``in part`` or ``no``."""
+        return "yes" if self.fits else "in part" if self.runs else "no"
+
     def to_dict(self) -> dict[str, Any]:
         """As one JSON document."""
         names = [name for name in self.__slots__ if name != "problem"]
-        return {name: getattr(self, name) for name in names} | {"fits": self.fits, "problem": self.problem}
+        return {name: getattr(self, name) for name in names} | {
+            "fits": self.fits,
+            "runs": self.runs,
+            "problem": self.problem.message if self.problem else None,
+            "fix": self.problem.fix if self.problem else None,
+        }
 
 
 def split_weight_bytes(facts: ModelFacts, scheme: WeightScheme, tp: int) -> float:
@@ -122,79 +140,83 @@ def split_weight_bytes(facts: ModelFacts, scheme: WeightScheme, tp: int) -> floa
 
 
 def activation_bytes(facts: ModelFacts, demand: Demand, num_seqs: int) -> float:
-    """Bytes that a step needs beside weights and cache."""
+    """Bytes that a step of up to ``num_seqs`` sequences needs beside weights and cache."""
     width = ACTIVATION_COPIES * facts.hidden_size + 2 * facts.intermediate_size / demand.tp
-    return 2 * demand.max_num_batched_tokens * width + 4 * num_seqs * facts.vocab_size
-
-
-def tp_problem(facts: ModelFacts, scheme: WeightScheme, tp: int) -> str | None:
-    """Why a model cannot be split over ``tp`` devices; None if it can."""
-    if facts.num_heads % tp:
-        return f"{facts.num_heads} attention heads cannot be split over {tp} devices"
-    if scheme.group_size > 0:
-        for weight in facts.weights:
-            name = weight.name.rpartition(".")[2]
-            if name in ("o_proj", "down_proj", "attn_output", "ffn_down") and weight.columns % (scheme.group_size * tp):
-                return (
-                    f"groups of {scheme.group_size} do not divide {weight.columns} columns / {tp} of {weight.name}, "
-                    f"which tensor parallelism splits by columns"
-                )
-    return None
+    return 2 * max(demand.max_num_batched_tokens, num_seqs) * width + 4 * num_seqs * facts.vocab_size
 
 
 def fit(
     facts: ModelFacts, scheme: WeightScheme, device: Device, kv_dtype: KVDtype, layout: CacheLayout, demand: Demand
 ) -> Fit:
-    """Weigh one combination; what does not fit comes back with its reason."""
+    """Weigh one combination; what does not fit comes back with its reason.
+
+    A sequence needs its cache and, in every step, its logits. So a number of sequences fits if the cache and the
+    activations of so many do; what is demanded changes only how much memory may be used, and the settings.
+    """
     base = (device.name, scheme.name, kv_dtype.name, demand.tp, device.memory_bytes)
-    problem = tp_problem(facts, scheme, demand.tp)
-    if problem is None and scheme.compute not in device.flops and not device.measured:
-        problem = f"{device.name} has no {scheme.compute} products"
+    problem = _impossible(facts, scheme, device, demand)
     if problem is not None:
         return Fit(*base, problem=problem)
     try:
         weights = split_weight_bytes(facts, scheme, demand.tp)
     except SchemeDoesNotFitError as error:
-        return Fit(*base, problem=str(error))
-    num_seqs = demand.concurrency or 256
-    activations = activation_bytes(facts, demand, num_seqs)
-    fixed = weights + activations + OVERHEAD_BYTES
+        return Fit(*base, problem=Problem("scheme-does-not-fit", str(error), "choose another scheme"))
     usual, long = (
         sequence_bytes(facts, tokens, kv_dtype, layout, demand.tp)
         for tokens in (demand.context_p50, demand.context_p99)
     )
-    wanted = fixed + (demand.concurrency or 1) * long
+
+    def fixed(num_seqs: int) -> float:
+        return weights + OVERHEAD_BYTES + activation_bytes(facts, demand, num_seqs)
+
+    wanted = fixed(demand.concurrency or 1) + (demand.concurrency or 1) * long
     utilization = min(MAX_UTILIZATION, max(DEFAULT_UTILIZATION, math.ceil(100 * wanted / device.memory_bytes) / 100))
-    left = max(0.0, device.memory_bytes * utilization - fixed)
-    batch_p50, batch_p99 = int(left // usual), int(left // long)
-    longest = longest_sequence(facts, left, kv_dtype, layout, demand.tp)
+    memory = device.memory_bytes * utilization
+
+    def at_once(sequence: float) -> int:
+        return largest(int(memory // sequence), lambda count: fixed(count) + count * sequence <= memory)
+
+    batch_p50, batch_p99 = at_once(usual), at_once(long)
+    served = min(batch_p50, demand.concurrency or MAX_NUM_SEQS)
+    num_seqs = max(1, largest(served, lambda count: fixed(count) + max(count * usual, long) <= memory))
+    longest = longest_sequence(facts, memory - fixed(1), kv_dtype, layout, demand.tp)
     return Fit(
         *base,
         weight_bytes=weights,
-        activation_bytes=activations,
+        activation_bytes=activation_bytes(facts, demand, num_seqs),
         overhead_bytes=OVERHEAD_BYTES,
-        kv_bytes=left,
+        kv_bytes=max(0.0, memory - fixed(num_seqs)),
         batch_p50=batch_p50,
         batch_p99=batch_p99,
         longest=longest,
         utilization=utilization,
         max_model_len=_max_model_len(facts, demand, layout, longest),
-        max_num_seqs=max(1, min(batch_p50, demand.concurrency or MAX_NUM_SEQS, MAX_NUM_SEQS)),
-        problem=_problem(facts, device, demand, fixed, batch_p50, batch_p99),
+        max_num_seqs=num_seqs,
+        problem=_shortage(scheme, device, demand, fixed(1), batch_p50, batch_p99),
     )
 
 
-def longest_sequence(facts: ModelFacts, nbytes: float, kv_dtype: KVDtype, layout: CacheLayout, tp: int = 1) -> int:
-    """Tokens of the longest sequence that ``nbytes`` hold, at most what the model was made for."""
-    most = facts.max_model_len or 1 << 24
+def largest(most: int, holds: Callable[[int], bool]) -> int:
+    """The largest number from 1 to ``most`` for which something holds; 0 if there is none.
+
+    Args:
+        most: where the search ends.
+        holds: true up to some number, and false above it.
+    """
     low, high = 0, most
     while low < high:
         middle = (low + high + 1) // 2
-        if sequence_bytes(facts, middle, kv_dtype, layout, tp) <= nbytes:
+        if holds(middle):
             low = middle
         else:
             high = middle - 1
     return low
+
+
+def longest_sequence(facts: ModelFacts, nbytes: float, kv_dtype: KVDtype, layout: CacheLayout, tp: int = 1) -> int:
+    """Tokens of the longest sequence that ``nbytes`` hold, at most what the model was made for."""
+    most = facts.max_model_len or 2 * MAX_TOKENS
+    return largest(most, lambda tokens: sequence_bytes(facts, tokens, kv_dtype, layout, tp) <= nbytes)
 
 
 def _max_model_len(facts: ModelFacts, demand: Demand, layout: CacheLayout, longest: int) -> int | None:
@@ -204,15 +226,41 @@ def _max_model_len(facts: ModelFacts, demand: Demand, layout: CacheLayout, longe
     return wanted if demand.context_p99 <= wanted <= longest else None
 
 
-def _problem(
-    facts: ModelFacts, device: Device, demand: Demand, fixed: float, batch_p50: int, batch_p99: int
-) -> str | None:
+def _impossible(facts: ModelFacts, scheme: WeightScheme, device: Device, demand: Demand) -> Problem | None:
+    """What rules a combination out before anything is weighed."""
     if facts.max_model_len is not None and demand.context_p99 > facts.max_model_len:
-        return f"a context of {demand.context_p99} tokens is more than the model's {facts.max_model_len}"
+        return Problem(
+            "context-beyond-the-model",
+            f"a context of {demand.context_p99} tokens is more than the model's {facts.max_model_len}",
+            f"demand at most {facts.max_model_len} tokens (--context, or --prompt and --output together)",
+        )
+    if scheme.compute not in device.flops and not device.measured:
+        return Problem(
+            "no-such-products", f"{device.name} has no {scheme.compute} products", "choose another scheme or device"
+        )
+    return tp_problem(facts, scheme, demand.tp)
+
+
+def _shortage(
+    scheme: WeightScheme, device: Device, demand: Demand, fixed: float, batch_p50: int, batch_p99: int
+) -> Problem | None:
+    """What the memory is too small for."""
     if fixed > device.memory_bytes * MAX_UTILIZATION:
-        return f"weights, activations and overhead need {fixed / 1e9:.1f} GB of {device.memory_bytes / 1e9:g} GB"
+        return Problem(
+            "full-precision-does-not-fit" if scheme.name == "16-bit" else "weights-do-not-fit",
+            f"weights, activations and overhead need {fixed / 1e9:.1f} GB of {device.memory_bytes / 1e9:g} GB",
+            "quantize to fewer bits, or use more devices (--tp)",
+        )
     if batch_p99 < 1:
-        return f"no sequence of {demand.context_p99} tokens fits beside the weights"
+        return Problem(
+            "kv-does-not-fit-at-p99",
+            f"no sequence of {demand.context_p99} tokens fits beside the weights",
+            "shorten max_model_len, use an 8-bit KV cache, more devices, or fewer bits a weight",
+        )
     if demand.concurrency is not None and batch_p50 < demand.concurrency:
-        return f"{batch_p50} of {demand.concurrency} sequences of {demand.context_p50} tokens fit at once"
+        return Problem(
+            "demand-does-not-fit",
+            f"{batch_p50} of {sequences(demand.concurrency)} of {demand.context_p50} tokens fit at once",
+            "lower --concurrency or --context",
+        )
     return None

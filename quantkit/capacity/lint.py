@@ -7,8 +7,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from quantkit.capacity.fit import Fit, tp_problem
+from quantkit.capacity.fit import Fit
 from quantkit.capacity.model_facts import ModelFacts
+from quantkit.capacity.problem import GROUPS_BLOCK_TP, tp_problem
 from quantkit.capacity.weight_schemes import WeightScheme
 from quantkit.capacity.workload import Workload
 from quantkit.recipe import DatasetSource, JsonlSource, Recipe, StructuredChatSource, TextSource
@@ -63,7 +64,7 @@ def check_recipe(
     found = [*_calibration(recipe), *_same_text(recipe), *_gates(recipe), *_static(recipe)]
     if facts is not None:
         found += _groups(recipe, facts, tp)
-    found += _memory(fits)
+    found += _fits(fits)
     if workload is not None:
         found += _prefix(workload)
     return found
@@ -194,12 +195,8 @@ def _groups(recipe: Recipe, facts: ModelFacts, tp: int | None) -> Iterator[Findi
         scheme = WeightScheme("recipe", 4, size)
         for devices in (tp,) if tp is not None else TP_SIZES:
             problem = tp_problem(facts, scheme, devices)
-            if problem is not None and problem.startswith("groups"):
-                yield Finding(
-                    "group-size-blocks-tp",
-                    f"with {devices} tensor-parallel devices {problem}",
-                    "use a smaller group_size, or group_size: channel",
-                )
+            if problem is not None and problem.name == GROUPS_BLOCK_TP:
+                yield Finding(problem.name, f"with {devices} tensor-parallel devices {problem}", problem.fix)
                 return
 
 
@@ -208,22 +205,11 @@ def _auto_group_size(facts: ModelFacts) -> int | None:
     return next((size for size in (128, 64, 32) if math.gcd(0, *columns) % size == 0), None)
 
 
-def _memory(fits: tuple[Fit, ...]) -> Iterator[Finding]:
-    """Weights or cache that the devices cannot hold."""
+def _fits(fits: tuple[Fit, ...]) -> Iterator[Finding]:
+    """What the devices cannot hold or run; groups are judged by the recipe's own size."""
     for fit in fits:
-        if fit.fits or fit.problem is None:
-            continue
-        if fit.weight_bytes and fit.batch_p99 < 1 and fit.kv_bytes > 0:
-            yield Finding(
-                "kv-does-not-fit-at-p99",
-                f"{fit.device}: {fit.problem}",
-                "shorten max_model_len, use an 8-bit KV cache, more devices, or fewer bits a weight",
-            )
-        elif fit.weight_bytes and fit.kv_bytes == 0:
-            name = "full-precision-does-not-fit" if fit.scheme == "16-bit" else "weights-do-not-fit"
-            yield Finding(name, f"{fit.device}: {fit.problem}", "quantize to fewer bits, or use more devices (--tp)")
-        else:
-            yield Finding("demand-does-not-fit", f"{fit.device}: {fit.problem}", "lower --concurrency or --context")
+        if fit.problem is not None and fit.problem.name != GROUPS_BLOCK_TP:
+            yield Finding(fit.problem.name, f"{fit.device}: {fit.problem}", fit.problem.fix)
 
 
 def _prefix(workload: Workload) -> Iterator[Finding]:

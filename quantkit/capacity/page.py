@@ -6,8 +6,8 @@ from markupsafe import Markup
 
 from quantkit.capacity.kv_footprint import KV_DTYPES, sequence_bytes
 from quantkit.capacity.plan_plots import Series, bar_plot, line_plot
-from quantkit.capacity.plan_text import UNCONFIRMED, crossover_lines, gigabytes, trace_lines
-from quantkit.capacity.planning import BATCHES, CapacityPlan, DevicePlan, launch_lines
+from quantkit.capacity.plan_text import UNCONFIRMED, crossover_lines, fit_cells, fit_legend, gigabytes, trace_lines
+from quantkit.capacity.planning import CapacityPlan, DevicePlan, launch_lines
 from quantkit_eval.report.frame import Axis
 from quantkit_eval.report.plain_page import render_plain_page
 
@@ -31,8 +31,8 @@ def render_page(plan: CapacityPlan) -> str:
         devices=[_device(plan, device, index) for index, device in enumerate(plan.devices)],
         findings=document.get("findings"),
         traces=[_trace(trace, index) for index, trace in enumerate(document.get("trace", ()))],
+        fit_legend=fit_legend(plan),
         assumptions=document["assumptions"],
-        gigabytes=gigabytes,
     )
 
 
@@ -52,7 +52,9 @@ def _kv_plot(plan: CapacityPlan) -> Markup:
 def _device(plan: CapacityPlan, device: DevicePlan, index: int) -> dict[str, Any]:
     context = plan.workload.prompt_p50 + plan.workload.output_p50 // 2
     series = [
-        Series(name, tuple((float(batch), batch / model.decode(batch, context).total) for batch in BATCHES))
+        Series(
+            name, tuple((float(batch), batch / model.decode(batch, context).total) for batch in device.batches(name))
+        )
         for name, model in device.speeds.items()
     ]
     found = device.crossovers
@@ -68,19 +70,19 @@ def _device(plan: CapacityPlan, device: DevicePlan, index: int) -> dict[str, Any
             name,
             tuple(
                 (float(batch), sixteen.decode(batch, context).total / model.decode(batch, context).total)
-                for batch in BATCHES
+                for batch in device.batches(name)
             ),
         )
         for name, model in device.speeds.items()
         if sixteen is not None
     ]
     title = f"Decoding on {device.device.name} at {context} tokens of context"
-    best = next((fit for fit in device.fits if fit.scheme == device.advice[0].scheme), device.fits[0])
     return {
         "name": device.device.name,
         "source": device.device.source,
         "note": None if device.device.is_confirmed else UNCONFIRMED,
-        "fits": device.fits,
+        "fits": [(fit, fit_cells(fit)) for fit in device.fits],
+        "obstacle": device.obstacle,
         "speed_plot": line_plot(
             f"speed-{index}", title, series, Axis("batch", _count), Axis("tokens/s", _count), markers
         ),
@@ -95,7 +97,7 @@ def _device(plan: CapacityPlan, device: DevicePlan, index: int) -> dict[str, Any
         "crossovers": crossover_lines(device),
         "advice": device.advice,
         "settings": device.settings,
-        "launch": launch_lines(plan, device, best),
+        "launch": launch_lines(plan, device, device.best),
     }
 
 

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from quantkit.capacity.advice import UNCERTAINTY
+from quantkit.capacity.fit import Fit
 from quantkit.capacity.planning import CapacityPlan, DevicePlan, launch_lines
 
 Table = Callable[..., list[str]]
 DASH = "-"
+SHOWN_BATCHES = (1, 16, 64, 256)
 UNCONFIRMED = "not every figure of this device could be confirmed by the vendor's data sheet"
 
 
@@ -23,6 +26,8 @@ def plan_lines(plan: CapacityPlan, table: Table) -> Iterator[str]:
     yield from _weight_lines(document["footprint"], table)
     yield ""
     yield from _kv_lines(document, table)
+    if not plan.devices:
+        yield "  --gpu NAME,... adds what fits and how fast it is, on an L4 for one; --device cpu measures this machine"
     for device in plan.devices:
         yield ""
         yield from _device_lines(plan, device, table)
@@ -76,8 +81,8 @@ def _kv_lines(document: dict[str, Any], table: Table) -> Iterator[str]:
     yield from table(rows, header=("KV cache", "engine", "a token", f"{p50} tokens", f"{p99} tokens"))
     wasted = document["footprint"]["waste"]
     yield (
-        f"  reserving {p99} for {p50} tokens wastes {wasted['reserved_p99_for_p50']:.1%}, "
-        f"blocks of 16 waste {wasted['blocks_of_16']:.2%}"
+        f"  a sequence of {p50} tokens leaves {wasted['reserved_p99_for_p50']:.1%} of room for {p99} unused, "
+        f"of blocks of 16 tokens {wasted['blocks_of_16']:.2%}"
     )
 
 
@@ -89,39 +94,54 @@ def _device_lines(plan: CapacityPlan, device: DevicePlan, table: Table) -> Itera
     rows = [
         (
             fit.scheme,
-            "yes" if fit.fits else "no",
-            gigabytes(fit.weight_bytes) if fit.weight_bytes else DASH,
-            fit.batch_p50,
-            fit.batch_p99,
-            fit.longest,
-            f"{fit.utilization:.2f}",
-            fit.max_model_len or DASH,
+            fit.answer,
+            *fit_cells(fit),
             fit.problem or "",
         )
         for fit in device.fits
     ]
-    header = ("  scheme", "fits", "weights", "batch p50", "p99", "longest", "util", "max len", "")
+    header = ("  scheme", "fits", "weights", "at p50", "at p99", "longest", "util", "max len", "")
     yield from table([(f"  {row[0]}", *row[1:]) for row in rows], header=header)
+    yield f"  {fit_legend(plan)}"
+    if device.obstacle is not None:
+        yield f"  nothing that was demanded runs here: {device.obstacle}; {device.obstacle.fix}"
+        return
     yield from _speed_lines(plan, device, table)
-    yield "  recipes, the best first:"
+    if device.advice:
+        yield f"  recipes, the best first (within {UNCERTAINTY:g}x of the fastest the least loss of quality):"
     for number, advice in enumerate(device.advice, 1):
-        times_text = "" if advice.request_seconds is None else f" [{advice.request_seconds:.2f} s a request]"
-        yield f"    {number}. {advice.scheme}: {advice.reason}{times_text}"
+        yield f"    {number}. {advice.scheme}: {advice.reason} [{advice.request_seconds:.2f} s a request]"
     for setting in device.settings:
         yield f"  setting: {setting.name}: {setting.reason}"
-    best = next((fit for fit in device.fits if fit.scheme == device.advice[0].scheme), device.fits[0])
-    for engine, line in launch_lines(plan, device, best).items():
+    for engine, line in launch_lines(plan, device, device.best).items():
         yield f"  {engine}: {line}"
+
+
+def fit_cells(fit: Fit) -> tuple[str, ...]:
+    """The numbers of a fit in the order of its table; dashes where nothing could be weighed."""
+    if not fit.weight_bytes:
+        return (DASH,) * 6
+    counts = (fit.batch_p50, fit.batch_p99, fit.longest)
+    return (gigabytes(fit.weight_bytes), *map(str, counts), f"{fit.utilization:.2f}", str(fit.max_model_len or DASH))
+
+
+def fit_legend(plan: CapacityPlan) -> str:
+    """What the columns of the table of fits say."""
+    usual, long = plan.demand.context_p50, plan.demand.context_p99
+    return (
+        f"at p50, at p99: how many sequences of {usual} and of {long} tokens fit at once; "
+        "longest: tokens of the longest that fits alone"
+    )
 
 
 def _speed_lines(plan: CapacityPlan, device: DevicePlan, table: Table) -> Iterator[str]:
     context = plan.workload.prompt_p50 + plan.workload.output_p50 // 2
     rows = []
     for name, speed in device.speeds.items():
-        steps = [speed.decode(batch, context) for batch in (1, 16, 64, 256)]
-        cells = [f"{b / s.total:.0f} ({s.bound})" for b, s in zip((1, 16, 64, 256), steps, strict=True)]
+        steps = {batch: speed.decode(batch, context) for batch in device.batches(name)}
+        cells = [f"{b / steps[b].total:.0f} ({steps[b].bound})" if b in steps else DASH for b in SHOWN_BATCHES]
         rows.append((f"  {name}", *cells, f"{1e3 * speed.prefill(plan.workload.prompt_p50):.0f} ms"))
-    header = ("  tok/s at batch", "1", "16", "64", "256", f"prompt of {plan.workload.prompt_p50}")
+    header = ("  tok/s at batch", *map(str, SHOWN_BATCHES), f"prompt of {plan.workload.prompt_p50}")
     yield from table(rows, header=header)
     yield from (f"  {line}" for line in crossover_lines(device))
 

@@ -1,10 +1,19 @@
 """Everything that `quantkit plan` says, as one document: footprint, fits, speed, advice, findings, replay."""
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 from quantkit.capacity import fit as fitting
-from quantkit.capacity.advice import Advice, Setting, advise, advise_settings, candidates
+from quantkit.capacity.advice import (
+    UNCERTAINTY,
+    Advice,
+    Setting,
+    advise,
+    advise_settings,
+    candidates,
+    sequences_at_once,
+)
 from quantkit.capacity.devices import (
     BANDWIDTH_SHARE,
     COMPUTE_SHARE,
@@ -27,10 +36,10 @@ from quantkit.capacity.kv_footprint import (
 )
 from quantkit.capacity.launch_flags import engine_command, llama_command, vllm_command
 from quantkit.capacity.model_facts import ModelFacts
+from quantkit.capacity.problem import Problem
 from quantkit.capacity.roofline import Crossovers, SpeedModel, find_crossovers
 from quantkit.capacity.weight_schemes import (
     SCHEMES,
-    SIXTEEN,
     SchemeDoesNotFitError,
     WeightScheme,
     bits_per_weight,
@@ -39,7 +48,7 @@ from quantkit.capacity.weight_schemes import (
 )
 from quantkit.capacity.weight_shapes import FAMILIES
 from quantkit.capacity.workload import Workload
-from quantkit.errors import SourceError
+from quantkit.errors import CapacityError, SourceError
 
 SCHEMA_VERSION = 1
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
@@ -49,6 +58,7 @@ SPEED_ASSUMPTIONS = (
     f"the engine's own time: {1e3 * STEP_SECONDS:g} ms a step and {1e6 * LAYER_SECONDS:g} us a layer (CUDA graphs)",
     "tensor-parallel devices share the work evenly; what they tell each other is not counted",
     "experts are chosen at random",
+    f"a speed is uncertain by a factor of {UNCERTAINTY:g}: a smaller gain does not outrank what loses less quality",
 )
 
 
@@ -60,9 +70,9 @@ class DevicePlan:
         device: the device.
         layout: of the engine that it is planned for.
         fits: schemes weighed, in the order of the table.
-        speeds: of those schemes that the device can multiply, by name.
-        crossovers: between 16 bits, W4A16 and W8A8; None if not even 16 bits can be multiplied.
-        advice: recipes, the best first.
+        speeds: of those schemes that run, by name.
+        crossovers: between those of 16 bits, W4A16 and W8A8 that run.
+        advice: recipes that run, the best first; empty if nothing that was demanded runs.
         settings: of the engine, the most useful first.
     """
 
@@ -73,6 +83,24 @@ class DevicePlan:
     crossovers: Crossovers
     advice: tuple[Advice, ...]
     settings: tuple[Setting, ...]
+
+    def batches(self, scheme: str) -> list[int]:
+        """Numbers of usual sequences to give the speed of, as far as they fit; empty for a scheme that does not run."""
+        room = next(found.batch_p50 for found in self.fits if found.scheme == scheme)
+        return [batch for batch in BATCHES if batch <= room] if scheme in self.speeds else []
+
+    @property
+    def best(self) -> Fit:
+        """The fit of the best recipe; without one the first that runs, or the first."""
+        runs = [found for found in self.fits if found.runs]
+        return self.advice[0].fit if self.advice else (runs or self.fits)[0]
+
+    @property
+    def obstacle(self) -> Problem | None:
+        """Why nothing runs here: the problem of the smallest scheme that could be weighed; None if something runs."""
+        if any(found.runs for found in self.fits):
+            return None
+        return min(self.fits, key=lambda found: found.weight_bytes or math.inf).problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +124,25 @@ class CapacityPlan:
     devices: tuple[DevicePlan, ...]
     model: str
     extra: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> bool:
+        """Whether some scheme runs on some device."""
+        return any(plan.obstacle is None for plan in self.devices)
+
+    def raise_if_nothing_runs(self) -> None:
+        """For a caller that has shown the plan.
+
+        Raises:
+            CapacityError: there are devices, and nothing that was demanded runs on any of them.
+        """
+        obstacles = {plan.device.name: plan.obstacle for plan in self.devices}
+        first = next(iter(obstacles.values()), None)
+        if first is not None and not self.runs:
+            raise CapacityError(
+                f"nothing that was demanded runs on {', '.join(obstacles)}: {first}",
+                fix=first.fix[0].upper() + first.fix[1:],
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """The plan as one JSON document."""
@@ -180,22 +227,20 @@ def _plan_device(
     stored = stored_scheme(facts)
     schemes = ([stored] if stored is not None else []) + candidates(facts, device)
     fits = tuple(fit(facts, scheme, device, kv_dtype, layout, demand) for scheme in schemes)
-    speeds = {}
-    for scheme in schemes:
-        if device.products(scheme.compute, weight_only=scheme.is_weight_only) is None:
-            continue
-        try:
-            speeds[scheme.name] = SpeedModel(facts, scheme, device, kv_dtype, layout, demand.tp)
-        except SchemeDoesNotFitError:
-            continue  # the fit of the same scheme says why
+    speeds = {
+        scheme.name: SpeedModel(facts, scheme, device, kv_dtype, layout, demand.tp)
+        for scheme, found in zip(schemes, fits, strict=True)
+        if found.runs and device.products(scheme.compute, weight_only=scheme.is_weight_only) is not None
+    }
     four = next((speed for name, speed in speeds.items() if name.startswith("W4A16")), None)
-    sixteen = speeds.get("16-bit") or SpeedModel(facts, SIXTEEN, device, kv_dtype, layout, demand.tp)
     context = workload.prompt_p50 + workload.output_p50 // 2
     advice = tuple(advise(facts, device, workload, kv_dtype, layout, demand, model))
-    best = advice[0].fit
-    batch = workload.concurrency or (1 if workload.goal == "latency" else max(1, best.batch_p50))
-    settings = advise_settings(facts, device, workload, best.weight_bytes * demand.tp, layout, batch)
-    crossovers = find_crossovers(sixteen, four, speeds.get("W8A8"), context)
+    settings = []
+    if advice:
+        best = advice[0].fit
+        batch = sequences_at_once(workload, best)
+        settings = advise_settings(facts, device, workload, best.weight_bytes * demand.tp, layout, batch)
+    crossovers = find_crossovers(speeds.get("16-bit"), four, speeds.get("W8A8"), context)
     return DevicePlan(device, layout, fits, speeds, crossovers, advice, tuple(settings))
 
 
@@ -204,7 +249,7 @@ def _device_document(plan: CapacityPlan, device: DevicePlan) -> dict[str, Any]:
     context = workload.prompt_p50 + workload.output_p50 // 2
     speed = {}
     for name, model in device.speeds.items():
-        steps = [(batch, model.decode(batch, context)) for batch in BATCHES]
+        steps = [(batch, model.decode(batch, context)) for batch in device.batches(name)]
         speed[name] = {
             "prefill_p50_s": model.prefill(workload.prompt_p50),
             "decode": [

@@ -183,18 +183,21 @@ class Crossovers:
 
 
 def find_crossovers(
-    sixteen: SpeedModel, weight_only: SpeedModel | None, int8: SpeedModel | None, context: int
+    sixteen: SpeedModel | None, weight_only: SpeedModel | None, int8: SpeedModel | None, context: int
 ) -> Crossovers:
-    """Where the three schemes cross at a context length."""
-    stops = gain = beats = None
-    if weight_only is not None:
-        w4 = weight_only
-        gain = sixteen.decode(1, context).total / w4.decode(1, context).total
-        stops = _first_batch(lambda b: w4.decode(b, context).total >= 0.99 * sixteen.decode(b, context).total)
-        if int8 is not None:
-            w8 = int8
-            beats = _first_batch(lambda b: w8.decode(b, context).total < w4.decode(b, context).total)
-    return Crossovers(_first_batch(lambda b: not sixteen.is_memory_bound(b)), stops, gain, beats)
+    """Where the three schemes cross at a context length; None for one that does not run."""
+    bound = stops = gain = beats = None
+    if sixteen is not None:
+        w16 = sixteen
+        bound = _first_batch(lambda b: not w16.is_memory_bound(b))
+        if weight_only is not None:
+            w4 = weight_only
+            gain = w16.decode(1, context).total / w4.decode(1, context).total
+            stops = _first_batch(lambda b: w4.decode(b, context).total >= 0.99 * w16.decode(b, context).total)
+    if weight_only is not None and int8 is not None:
+        w4, w8 = weight_only, int8
+        beats = _first_batch(lambda b: w8.decode(b, context).total < w4.decode(b, context).total)
+    return Crossovers(bound, stops, gain, beats)
 
 
 def _first_batch(holds: Callable[[int], bool]) -> int | None:

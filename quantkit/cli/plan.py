@@ -59,6 +59,8 @@ def plan_command(
 
     MODEL is a hub id, a folder, a .gguf file or a config.json; with --check it may come from the recipe.
 
+    The exit code is 1 if nothing that is demanded runs on any of the devices.
+
     With --sensitivity weights are read, and calibration windows run through the model: minutes, not seconds.
     """
     if sensitivity:
@@ -86,15 +88,17 @@ def plan_command(
     plan = make_capacity_plan(facts, devices, workload, demand, dtype, name)
     if checked is not None:
         plan.extra["findings"] = _findings(checked, plan, tp)
+    advised = [found for found in plan.devices if found.advice]
     if trace is not None:
-        plan.extra["trace"] = [_replay(plan, found, trace) for found in plan.devices]
-    if write_recipe is not None:
-        _write_recipe(plan.devices[0], write_recipe)
+        plan.extra["trace"] = [_replay(plan, found, trace) for found in advised]
+    if write_recipe is not None and plan.runs:
+        _write_recipe((advised or plan.devices)[0], write_recipe)
     if html is not None:
         from quantkit.capacity.page import render_page
 
         html.write_text(render_page(plan), encoding="utf-8")
     emit(plan.to_dict(), plan_lines(plan, table), as_json=as_json)
+    plan.raise_if_nothing_runs()
 
 
 def _recipe(path: Path | None) -> Any:
@@ -166,12 +170,9 @@ def _replay(plan: "CapacityPlan", found: "DevicePlan", trace: Path) -> dict[str,
     from quantkit.capacity.replay import replay_trace
     from quantkit.capacity.simulation import settings_for
     from quantkit.capacity.trace import read_trace
-    from quantkit.errors import UsageError
 
     requests = read_trace(trace)
-    best = next((entry for entry in found.advice if entry.fit.batch_p99 >= 1), None)
-    if best is None:
-        raise UsageError(f"nothing fits on {found.device.name}: {found.advice[0].reason}")
+    best = found.advice[0]
     longest = max(request.prompt_tokens + request.output_tokens for request in requests)
     settings = settings_for(plan.facts, best.fit, plan.kv_dtype, found.layout, plan.demand, longest)
     report = replay_trace(found.speeds[best.scheme], settings, requests)
@@ -192,6 +193,6 @@ def _write_recipe(found: "DevicePlan", path: Path) -> None:
     for entry in found.advice:
         if entry is best:
             break
-        click.echo(f"quantkit: {entry.scheme} ranks higher; {(entry.left_out or ('it does not fit',))[0]}", err=True)
+        click.echo(f"quantkit: {entry.scheme} ranks higher; {entry.left_out[0]}", err=True)
     for line in best.left_out:
         click.echo(f"quantkit: left out: {line}", err=True)

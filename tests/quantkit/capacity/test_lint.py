@@ -116,6 +116,18 @@ def test_what_the_devices_cannot_hold(real_facts: Callable[..., ModelFacts]) -> 
     assert names(plain, fits=(found,)) == ["kv-does-not-fit-at-p99"]
 
 
+def test_heads_that_cannot_be_split_name_the_degrees_that_can(real_facts: Callable[..., ModelFacts]) -> None:
+    facts = real_facts("llama-3-8b", num_attention_heads=9, num_key_value_heads=3, head_dim=64)
+    demand = Demand(tp=2, concurrency=4)
+    found = fit(facts, SCHEME_BY_NAME["16-bit"], device_named("L4"), KV_DTYPES["16-bit"], VLLM, demand)
+    (finding,) = check_recipe(load_recipe(builtin_recipes()["aa"]), fits=(found,))
+    assert (finding.name, finding.fix) == ("heads-block-tp", "use --tp 1, 3 or 9")
+    long = fit(facts, SCHEME_BY_NAME["16-bit"], device_named("L4"), KV_DTYPES["16-bit"], VLLM, Demand(40960, 40960))
+    (finding,) = check_recipe(load_recipe(builtin_recipes()["aa"]), fits=(long,))
+    assert finding.name == "context-beyond-the-model"
+    assert "at most 8192 tokens" in finding.fix
+
+
 def test_repeated_prompts_without_prefix_caching() -> None:
     assert names(recipe(), workload=Workload(shared_prefix=500)) == ["prefix-caching-off"]
     assert names(recipe(), workload=Workload(shared_prefix=500, prefix_caching=True)) == []

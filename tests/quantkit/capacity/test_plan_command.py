@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from quantkit.capacity.planning import BATCHES
 from quantkit.cli import main
 from quantkit.recipe import load_recipe
 
@@ -31,6 +32,56 @@ def test_a_table_for_people(llama: str) -> None:
     assert "W4A16 g128       5.70 GB" in done.stdout
     assert "vllm serve PATH/TO/CHECKPOINT --max-model-len 4096" in done.stdout
     assert "W8A8 is faster than W4A16 from batch" in done.stdout
+
+
+def test_columns_are_explained_and_so_is_what_a_device_would_add(llama: str) -> None:
+    done = plan(llama, "--gpu", "L4", "--context", "2048,4096")
+    assert "at p50, at p99: how many sequences of 2048 and of 4096 tokens fit at once" in done.stdout
+    (setting,) = (line for line in done.stdout.splitlines() if "setting: paged" in line)
+    assert "a sequence of 2048 tokens would leave 50.0% of room for 4096 unused" in setting
+    assert "--gpu NAME,... adds what fits and how fast it is" in plan(llama).stdout
+    assert "--gpu NAME,..." not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--tp", "3"], "32 attention heads cannot be split over 3 devices. Use --tp 1, 2, 4, 8, 16 or 32"),
+        (["--context", "40960"], "a context of 40960 tokens is more than the model's 8192. Demand at most 8192 tokens"),
+    ],
+)
+def test_what_cannot_run_has_no_speed_no_rank_and_exit_code_1(
+    arguments: list[str], line: str, llama: str, tmp_path: Path
+) -> None:
+    page, recipe = tmp_path / "plan.html", tmp_path / "recipe.yaml"
+    done = plan(llama, "--gpu", "L4,H200", *arguments, "--html", page, "--write-recipe", recipe)
+    assert done.exit_code == 1
+    assert f"quantkit: nothing that was demanded runs on L4, H200: {line}" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert "nothing that was demanded runs here" in done.stdout
+    for word in ("tok/s at batch", "the best first", "setting:", "vllm:", "quantkit:", "s a request"):
+        assert word not in done.stdout
+    assert "the best first" not in page.read_text()
+    assert "Nothing that was demanded runs here" in page.read_text()
+    assert not recipe.exists()
+    document = json.loads(plan(llama, "--gpu", "L4", *arguments, "--json").stdout)
+    (device,) = document["devices"]
+    assert (device["speed"], device["advice"], device["settings"]) == ({}, [], [])
+    assert set(device["crossovers"].values()) == {None}
+    assert not any(found["runs"] or found["launch"] for found in device["fits"])
+
+
+def test_speeds_are_of_batches_that_fit(llama: str) -> None:
+    """One device of two is enough for exit code 0, and a batch that does not fit has no speed."""
+    done = plan(llama, "--gpu", "T4,L4", "--context", "4096,8192", "--json")
+    assert done.exit_code == 0, done.stderr
+    small, large = json.loads(done.stdout)["devices"]
+    assert "16-bit" not in small["speed"]
+    assert "16-bit" not in [entry["scheme"] for entry in small["advice"]]
+    room = {found["scheme"]: found["batch_p50"] for found in large["fits"]}
+    for name, speed in large["speed"].items():
+        assert [row["batch"] for row in speed["decode"]] == [size for size in BATCHES if size <= room[name]]
+    assert room["16-bit"] < 16
 
 
 def test_one_json_document(llama: str) -> None:
