@@ -3,7 +3,7 @@
 
     scripts/check_llama_cpp.py MODEL [--types F16,Q8_0,...] [--folder DIR]
 
-MODEL is an ordinary folder; llama-cpp-python must be importable (`pip install quantkit[interop]`). Of the F16 file the
+MODEL is an ordinary folder; llama-cpp-python must be importable (`pip install llama-cpp-python`). Of the F16 file the
 token ids of a text in many scripts must be transformers', and so must the greedy text; the other files must load and
 write. Exit code 1 if anything differs; the last line of stdout is one JSON document.
 """

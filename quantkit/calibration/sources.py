@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from quantkit.errors import CalibrationError
+from quantkit.extras import install_command
 from quantkit.recipe import DatasetSource, JsonlSource, TextSource
 
 BUILTIN = "builtin"
@@ -93,7 +94,7 @@ def _read_dataset(source: DatasetSource) -> Iterator[Document]:
     except ImportError as error:
         raise CalibrationError(
             f"calibration source {source.name} is a dataset and the package `datasets` is not installed",
-            fix="Install quantkit[datasets]",
+            fix=install_command("datasets"),
         ) from error
     try:
         rows = load_dataset(source.name, split=source.split)

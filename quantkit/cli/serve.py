@@ -136,10 +136,11 @@ def _require_extra() -> None:
     import importlib.util
 
     from quantkit.errors import UsageError
+    from quantkit.extras import install_command
 
     missing = [name for name in ("fastapi", "uvicorn", "llguidance") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UsageError(f"serve needs {', '.join(missing)}", fix="pip install 'quantkit[serve]'")
+        raise UsageError(f"serve needs {', '.join(missing)}", fix=install_command("serve"))
 
 
 def _require_port(host: str, port: int) -> None:

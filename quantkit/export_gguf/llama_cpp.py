@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from quantkit.extras import install_command
+
 SCRIPTS = (
     "Hello, world! It's 12345.67 degrees; they've gone (really?).",
     "Größe, naïve, Dvořák, Łódź, İstanbul",
@@ -25,7 +27,7 @@ def why_missing() -> str | None:
     try:
         import_module("llama_cpp")
     except ImportError:
-        return "llama-cpp-python is not installed: pip install quantkit[interop]"
+        return f"llama-cpp-python is not installed: {install_command('interop')}"
     except (OSError, RuntimeError) as error:  # its shared library is missing or not for this machine
         return f"llama-cpp-python cannot be loaded: {error}"
     return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from quantkit.errors import UsageError
 from quantkit.evaluation_cache import source_digest
+from quantkit.extras import install_command
 from quantkit.search.executors import Pending, Result, failed
 from quantkit.search.trial import Progress, TrialJob, run_trial
 
@@ -116,6 +117,6 @@ def _import_ray() -> ModuleType:
     try:
         import ray
     except ImportError as error:
-        raise UsageError("--ray needs the package ray", fix="pip install 'quantkit[ray]'") from error
+        raise UsageError("--ray needs the package ray", fix=install_command("ray")) from error
     module: ModuleType = ray
     return module

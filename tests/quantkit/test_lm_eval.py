@@ -15,7 +15,7 @@ from quantkit.serve import Engine, EngineConfig
 from quantkit.text_model import EngineTextModel
 from quantkit_eval.comparability import Evaluation
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'quantkit[lm-eval]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install lm-eval")
 pytestmark = pytest.mark.filterwarnings("default")  # its own, and those of what it imports
 
 COLOURS = [

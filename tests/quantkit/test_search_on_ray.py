@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from quantkit.cli import main
 from quantkit.errors import UsageError
 from quantkit.evaluation_cache import source_digest
+from quantkit.extras import install_command
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.recipe.search import PlannedSpeed
 from quantkit.search import executors_ray
@@ -146,7 +147,7 @@ def test_errors_are_one_line_with_the_way_out(recipe: Recipe, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "ray", None)
     missing = CliRunner().invoke(main, ["search", "-r", "r.yaml", "--ray", "auto"])
     assert missing.exit_code == 2
-    assert "--ray needs the package ray. pip install 'quantkit[ray]'" in missing.stderr
+    assert f"--ray needs the package ray. {install_command('ray')}" in missing.stderr
 
     class Unreachable(StandIn):
         def init(self, **given: Any) -> None:
@@ -173,7 +174,7 @@ def test_the_local_default_imports_no_ray(recipe: Recipe, monkeypatch: pytest.Mo
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # Ray's own
 def test_a_real_cluster_of_one_processor_finds_the_same(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("ray", reason="needs ray (pip install quantkit[ray])")
+    pytest.importorskip("ray", reason="needs ray (pip install ray)")
     monkeypatch.setenv(executors_ray.STATISTICS_SWITCH, "0")
     from ray.cluster_utils import Cluster
 

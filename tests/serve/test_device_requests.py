@@ -35,7 +35,7 @@ def make_on_device(folder: Path, **config: Any) -> Engine:
 
 def test_structured_output(tiny_models: Any, random_prompt: Any) -> None:
     """Two forms and a request without one in a batch; one form leaves a single token at times."""
-    pytest.importorskip("llguidance", reason="needs quantkit[serve]")
+    pytest.importorskip("llguidance", reason="needs llguidance (pip install llguidance)")
     folder, prompt = tiny_models("llama"), random_prompt(3, 5)
     form = StructuredOutput.regex("[ab]{2}c")
     params = [

@@ -70,9 +70,7 @@ def check_task(name: str, options: Mapping[str, Any]) -> LmEvalOptions:
     """The options of a suite, before any model is loaded. Raises OptionError: they are wrong, or lm-eval is missing."""
     parsed = parse_options(LmEvalOptions, options, name)
     if importlib.util.find_spec("lm_eval") is None:
-        raise OptionError(
-            f"suite {name!r} is a task of lm-eval, which is not installed", fix="pip install 'quantkit[lm-eval]'"
-        )
+        raise OptionError(f"suite {name!r} is a task of lm-eval, which is not installed", fix="pip install lm-eval")
     return parsed
 
 

@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from quantkit.errors import UsageError
+from quantkit.extras import install_command
 from quantkit.serve.structured.matcher import FormError, Matcher
 from quantkit.serve.structured.schema_check import GRAMMAR_OPTIONS, name_unenforced, nesting_depth, require_schema
 from quantkit.serve.structured.spec import StructuredOutput
@@ -226,9 +227,7 @@ def _import_llguidance() -> Any:
     try:
         import llguidance
     except ImportError as error:
-        raise UsageError(
-            "structured output needs the package llguidance", fix="pip install 'quantkit[serve]'"
-        ) from error
+        raise UsageError("structured output needs the package llguidance", fix=install_command("serve")) from error
     return llguidance
 
 

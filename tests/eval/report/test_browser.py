@@ -21,7 +21,7 @@ LONG += "<img src=x onerror=\"document.title='broken'\">"
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install quantkit[dev])")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
     with sync_api.sync_playwright() as playwright:
         running = playwright.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
         yield running

@@ -104,7 +104,7 @@ def test_a_load_beside_a_verdict_is_in_the_report(
 @pytest.mark.browser
 @pytest.mark.skipif(not CHROMIUM.exists(), reason=f"needs Chromium at {CHROMIUM} (apt-get install chromium)")
 def test_pages_open_offline_and_fit(tmp_path: Path) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install quantkit[dev])")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
     load = make_load({"name": "m", "scheme": None}, {"name": LONG, "scheme": "W4A16"}, {"name": "m", "scheme": "W8A8"})
     validate(json.loads(json.dumps(load)), "load", "here")
     texts = {"load": render_load(load), "comparison": render_comparison(make_comparison())}

@@ -20,7 +20,7 @@ pytestmark = [
 def test_the_page_opens_offline_and_says_nothing(
     tmp_path: Path, write_config: Callable[..., Path], real_config: Callable[[str], dict[str, Any]]
 ) -> None:
-    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install quantkit[dev])")
+    sync_api = pytest.importorskip("playwright.sync_api", reason="needs playwright (pip install playwright)")
     model = write_config(tmp_path / "<img src=x onerror=alert(1)>", real_config("llama-3-8b"))
     trace, page_file = tmp_path / "trace.jsonl", tmp_path / "plan.html"
     trace.write_text("\n".join(json.dumps({"arrival": i, "prompt_tokens": 50, "output_tokens": 3}) for i in range(20)))

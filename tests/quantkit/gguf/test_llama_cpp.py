@@ -19,7 +19,7 @@ from quantkit.formats.gguf.blocks import PLAINLY_ROUNDED, encode_rows
 from quantkit.source import open_source
 
 SPEC = importlib.util.find_spec("llama_cpp")
-pytestmark = pytest.mark.skipif(SPEC is None, reason="llama-cpp-python is not installed: pip install quantkit[interop]")
+pytestmark = pytest.mark.skipif(SPEC is None, reason="llama-cpp-python is not installed: pip install llama-cpp-python")
 
 
 class TypeTraits(ctypes.Structure):

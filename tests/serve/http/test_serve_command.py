@@ -13,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from quantkit.cli import main
+from quantkit.extras import install_command
 
 
 @pytest.mark.slow
@@ -66,7 +67,7 @@ def test_what_is_missing_is_said_before_a_model_is_loaded(monkeypatch: pytest.Mo
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "uvicorn" else object())
     result = CliRunner().invoke(main, ["serve", "no-such-model"])
     assert result.exit_code == 2
-    assert result.stderr == "quantkit: serve needs uvicorn. pip install 'quantkit[serve]'\n"
+    assert result.stderr == f"quantkit: serve needs uvicorn. {install_command('serve')}\n"
 
 
 def test_a_port_that_is_taken_is_said_before_a_model_is_loaded() -> None:
