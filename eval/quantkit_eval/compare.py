@@ -107,7 +107,10 @@ def _check_gates_were_run(gates: Gates, baseline: Evaluation, candidate: Evaluat
         _check_divergence(baseline, candidate)
     for batch in gates.min_throughput_ratio:
         if speeds is None:
-            raise OptionError(f"gate min_throughput_ratio.{batch}: no throughput was measured", fix="Measure it first")
+            raise OptionError(
+                f"gate min_throughput_ratio.{batch}: no throughput of these two models was measured",
+                fix="Measure it with `quantkit bench BASELINE CANDIDATE -o FILE` and give --throughput FILE",
+            )
         if batch not in speeds["batches"]:
             raise OptionError(
                 f"gate min_throughput_ratio.{batch}: that batch was not measured",

@@ -47,7 +47,7 @@ def compare_several(
     suites = _common_suites(before, after)
     for candidate in after:
         check_comparable(before, candidate)
-    speeds = [_find_throughput(before, candidate) for candidate in after]
+    speeds = [find_throughput(before, candidate) for candidate in after]
     verdicts = [
         compare(baseline, folder, gates, path, control) for folder, (path, _) in zip(candidates, speeds, strict=True)
     ]
@@ -79,8 +79,8 @@ def _common_suites(baseline: Evaluation, candidates: Sequence[Evaluation]) -> li
     return suites
 
 
-def _find_throughput(baseline: Evaluation, candidate: Evaluation) -> tuple[Path | None, float | None]:
-    """throughput.json of these two models and the ratio at batch 1, where there is one."""
+def find_throughput(baseline: Evaluation, candidate: Evaluation) -> tuple[Path | None, float | None]:
+    """throughput.json of these two models in the candidate's folder or beside it, and the ratio at batch 1, if any."""
     for folder in (candidate.folder, candidate.folder.parent):
         path = folder / THROUGHPUT_FILE
         if not path.exists():

@@ -107,6 +107,7 @@ def explain_throughput(
     low, high = (told_apart(end, minimum, 2) for end in ratio["interval"] or (math.nan, math.nan))
     requests = "one request" if size == 1 else f"{size} requests at once"
     facts = f"With {requests} the candidate writes {told_apart(ratio['value'], minimum, 2)} times as fast as before"
+    facts += " (median of the paired rounds)"
     if verdict == "pass":
         return f"{facts}; {sure(ALPHA)}, at least {low} times, and {minimum:g} is asked for."
     if verdict == "fail":

@@ -1,5 +1,6 @@
 """``quantkit compare``."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ FILE = click.Path(dir_okay=False, path_type=Path)
 @click.argument("baseline", type=RECORDS)
 @click.argument("candidates", metavar="CANDIDATE...", type=RECORDS, nargs=-1, required=True)
 @click.option("-r", "--recipe", required=True, help="Its `gates` say how much worse a candidate may be.")
-@click.option("--throughput", type=FILE, help="throughput.json of `quantkit bench`, if a gate asks for speed.")
+@click.option(
+    "--throughput", type=FILE, help="Speed by `quantkit bench -o FILE`, in place of a throughput.json beside it."
+)
 @click.option("--control", type=RECORDS, help="A second evaluation of the baseline's model, for the noise floor.")
 @click.option("-o", "--output", type=FILE, help="Also write the verdict (or the comparison of several) to this file.")
 @click.option("--html", type=FILE, help="Of several candidates: also write a page with the table and the front.")
@@ -34,8 +37,8 @@ def compare_command(
     """Judge the records of one or more CANDIDATEs against those of BASELINE, folders that `quantkit eval` wrote.
 
     The exit code is the verdict, of several the worst: 0 pass, 3 quality regression, 4 inconclusive. Results whose
-    prompts, template or sampling differ are refused. Several candidates are listed in one table; a throughput.json in a
-    candidate's folder, or beside it, gives its speed.
+    prompts, template or sampling differ are refused. Several candidates are listed in one table. A throughput.json of
+    the two models in a candidate's folder, or beside it, gives its speed.
 
     BASELINE may be any folder of records that was kept, such as the last release's; its model is not needed.
 
@@ -51,7 +54,9 @@ def compare_command(
 
     for path in filter(None, (output, html)):
         check_writable(path)
-    limits = load_recipe(recipe).gates.limits
+    gates = load_recipe(recipe).gates
+    limits = gates.limits
+    _note_other_numbers(gates.num_items, baseline)
     if len(candidates) == 1:
         return _judge_one(baseline, candidates[0], limits, throughput, control, output, as_json)
     from quantkit_eval.comparison import compare_several
@@ -67,6 +72,20 @@ def compare_command(
     return comparison["exit_code"]
 
 
+def _note_other_numbers(num_items: Mapping[str, int], baseline: Path) -> None:
+    """Say that records hold other numbers of items than the recipe asks for: they are judged as they are."""
+    from quantkit_eval.records import RESULT_FILE, read_result
+
+    suites = read_result(baseline / RESULT_FILE)["suites"]
+    other = [
+        f"{suite} {suites[suite]['num_items']} (num_items of the recipe: {asked})"
+        for suite, asked in num_items.items()
+        if suite in suites and suites[suite]["num_items"] != asked
+    ]
+    if other:
+        click.echo(f"quantkit: note: the records are judged with all their items: {', '.join(other)}", err=True)
+
+
 def _judge_one(
     baseline: Path,
     candidate: Path,
@@ -76,9 +95,13 @@ def _judge_one(
     output: Path | None,
     as_json: bool,
 ) -> int:
+    from quantkit_eval.comparability import Evaluation
     from quantkit_eval.compare import compare
+    from quantkit_eval.comparison import find_throughput
     from quantkit_eval.records import write_verdict
 
+    if throughput is None:
+        throughput, _ = find_throughput(Evaluation.read(baseline), Evaluation.read(candidate))
     verdict = compare(baseline, candidate, limits, throughput, control)
     if output:
         write_verdict(output, verdict)

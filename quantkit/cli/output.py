@@ -82,7 +82,7 @@ def metric_lines(result: Mapping[str, Any]) -> list[str]:
 
 
 def throughput_lines(record: Mapping[str, Any]) -> list[str]:
-    """A row a batch: median tokens a second of both, and the ratio."""
+    """A row a batch: median tokens a second of both, and the median of the ratios of paired rounds."""
     rows = [
         (
             name,
@@ -93,7 +93,7 @@ def throughput_lines(record: Mapping[str, Any]) -> list[str]:
         )
         for name, batch in record["batches"].items()
     ]
-    return table(rows, header=("batch", "baseline tok/s", "candidate tok/s", "ratio", "interval"))
+    return table(rows, header=("batch", "baseline tok/s", "candidate tok/s", "median ratio of pairs", "interval"))
 
 
 def number(value: float | None) -> str:

@@ -193,6 +193,12 @@ def test_nobody_listens(fake: FakeServer) -> None:
         url = other.url
     with pytest.raises(TargetError, match=r"failed 3 times .* ConnectError"):
         OpenAIServer(url, limits=QUICK)
+    limits = RequestLimits(timeout_s=0.1, total_timeout_s=0.3, max_retries=50, first_wait_s=0.01)
+    said = (
+        r"could not be reached for 0\.3 s \(ConnectError .*\)\. Look whether the server runs, and whether its URL ends"
+    )
+    with pytest.raises(TargetError, match=said):
+        OpenAIServer(url, limits=limits)
 
 
 def test_the_model_has_to_be_there(fake: FakeServer) -> None:

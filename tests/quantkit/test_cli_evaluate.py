@@ -217,7 +217,8 @@ def test_compare_refuses_a_gate_on_speed_without_throughput(workplace: Path, mod
     )
     result = invoke("compare", "run/baseline", "run/baseline", "-r", "fast.yaml")
     assert (result.exit_code, result.stdout) == (2, "")
-    assert "no throughput was measured" in result.stderr
+    assert "no throughput of these two models was measured. Measure it with `quantkit bench" in result.stderr
+    assert "--throughput FILE" in result.stderr
 
 
 def test_bench_measures_pairs_and_writes_a_record(workplace: Path, model: str) -> None:

@@ -69,6 +69,63 @@ def write_records(folder: Path, right: Callable[[int], bool], **model: Any) -> s
     return str(folder)
 
 
+def test_compare_says_that_records_hold_other_numbers_of_items(recipe: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("tools, nll", "nll").replace(", nll", "").replace("40", "16"))
+    base = write_records(tmp_path / "base", lambda i: True)
+    result = invoke("compare", base, write_records(tmp_path / "other", lambda i: True), "-r", recipe)
+    note = "quantkit: note: the records are judged with all their items: extract 40 (num_items of the recipe: 16)\n"
+    assert result.stderr == note
+    (tmp_path / "r.yaml").write_text(RECIPE.replace("tools, nll", "nll").replace(", nll", ""))
+    assert invoke("compare", base, str(tmp_path / "other"), "-r", recipe).stderr == ""
+
+
+@pytest.mark.parametrize("place", ["candidate", "."])
+def test_one_candidate_finds_its_throughput_as_several_do(tmp_path: Path, place: str) -> None:
+    (tmp_path / "r.yaml").write_text(
+        "version: 1\ngates: {min_throughput_ratio: {decode_batch_1: 1}, suites: [extract]}\n"
+    )
+    base = write_records(tmp_path / "baseline", lambda i: True)
+    candidate = write_records(tmp_path / "candidate", lambda i: True)
+    arguments = ("compare", base, candidate, "-r", str(tmp_path / "r.yaml"))
+    assert invoke(*arguments).exit_code == 2
+    write_speed(tmp_path / place / "throughput.json", Path(base), Path(candidate), 2.0)
+    result = invoke(*arguments)
+    assert result.exit_code == 0, result.stderr
+    assert "2.00 times as fast as before (median of the paired rounds)" in result.stdout
+    write_speed(tmp_path / place / "throughput.json", Path(candidate), Path(base), 2.0)  # of other models
+    assert "no throughput of these two models was measured" in invoke(*arguments).stderr
+
+
+def write_speed(path: Path, baseline: Path, candidate: Path, speed: float) -> None:
+    from quantkit_eval.records import write_throughput
+    from quantkit_eval.throughput import median_ratio
+
+    sides = [json.loads((folder / "result.json").read_text()) for folder in (baseline, candidate)]
+    rates = [[10.0] * 5, [10.0 * speed] * 5]
+    ratio = median_ratio(*rates)
+    batch = {
+        "batch_size": 1,
+        "baseline_tok_per_s": rates[0],
+        "candidate_tok_per_s": rates[1],
+        "ratio": {
+            "value": ratio.value,
+            "interval": list(ratio.interval),
+            "confidence": ratio.confidence,
+            "method": "m",
+        },
+    }
+    record: Any = {
+        "schema_version": 1,
+        "created": sides[0]["created"],
+        "machine": sides[0]["machine"],
+        "settings": {"new_tokens": 1, "repeats": 5, "warmup_runs": 0, "order": "A B"},
+        "baseline": {key: sides[0][key] for key in ("model", "engine")},
+        "candidate": {key: sides[1][key] for key in ("model", "engine")},
+        "batches": {"decode_batch_1": batch},
+    }
+    write_throughput(path, record)
+
+
 def test_several_candidates_are_one_table(tmp_path: Path) -> None:
     (tmp_path / "r.yaml").write_text("version: 1\ngates: {suites: [extract], max_drop_pp: {extract: 20}}\n")
     base = write_records(tmp_path / "base", lambda i: True, weight_bytes=4000)

@@ -218,7 +218,8 @@ def throughput_plot(run: ReportInput) -> Plot | None:
     )
     caption = (
         f"Measured in turns ({run.throughput['settings']['order']}). Bars are medians, the ticks single runs. "
-        f"The ratio is shown {with_interval}; above {TIMES}1 it is faster."
+        f"The ratio is the median over paired rounds, so not quite that of the bars; it is shown {with_interval}, and "
+        f"above {TIMES}1 it is faster."
     )
     drawn = [plots.throughput_plot(batches, limits, f"throughput-{width}", width) for width in (WIDE, NARROW)]
     return Plot("Decoding speed by batch size", caption, *drawn)

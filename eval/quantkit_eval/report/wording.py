@@ -154,7 +154,7 @@ def _speed_fact(run: ReportInput) -> list[Fact]:
         return []
     batch = min(run.throughput["batches"].values(), key=lambda entry: entry["batch_size"])
     rates = " → ".join(number(median(batch[side])) for side in ("baseline_tok_per_s", "candidate_tok_per_s"))
-    detail = f"{rates} tok/s" + (
+    detail = f"{rates} tok/s, ratio of paired rounds" + (
         f", {RATIO.interval(batch['ratio']['interval'])}" if batch["ratio"]["interval"] else ""
     )
     return [Fact(f"Speed at batch {number(batch['batch_size'])}", ratio(batch["ratio"]["value"]), detail)]

@@ -81,7 +81,9 @@ def read_items(path: Path) -> list[Item]:
         lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"no UTF-8, byte {error.start}"
-        raise OptionError(f"the items {path} cannot be read ({reason})") from None
+        place = "" if path.is_absolute() else f" below {Path.cwd()}"
+        fix = f"Give a file of UTF-8 text{place}"
+        raise OptionError(f"the items {path} cannot be read ({reason})", fix=fix) from None
     items: dict[str, Item] = {}
     for number, line in enumerate(lines, start=1):
         if not line.strip():

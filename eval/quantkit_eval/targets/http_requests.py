@@ -12,6 +12,7 @@ import httpx
 from quantkit_eval.errors import OptionError, TargetError
 
 TOO_MANY_REQUESTS = 429
+LOOK = "Look whether the server runs, and whether its URL ends as it should, mostly in /v1"
 LONGEST_WAIT_S = 30.0  # between two tries, unless the server asks for more
 
 Json = Any
@@ -132,6 +133,7 @@ class HttpRequests:
     ) -> Json:
         """Try, wait, and try again, within the total time."""
         begun, trouble, wait = time.monotonic(), "no answer yet", self._limits.first_wait_s
+        is_reached = True
         try:
             async with asyncio.timeout(self._limits.total_timeout_s):
                 for number in range(1, tries + 1):
@@ -139,8 +141,10 @@ class HttpRequests:
                         response = await client.request(method, url, json=body)
                     except httpx.RequestError as error:
                         trouble = f"{type(error).__name__} {error}".strip()
+                        is_reached = not isinstance(error, httpx.ConnectError)
                         asked = 0.0
                     else:
+                        is_reached = True
                         if response.status_code < 500 and response.status_code != TOO_MANY_REQUESTS:
                             return _document(url, response)
                         trouble = _status(response)
@@ -150,10 +154,11 @@ class HttpRequests:
                         wait = min(2 * wait, LONGEST_WAIT_S)
         except TimeoutError:
             seconds = self._limits.total_timeout_s
-            raise TargetError(f"{url} gave no answer within {seconds:g} s ({trouble})") from None
+            what = "gave no answer within" if is_reached else "could not be reached for"
+            raise TargetError(f"{url} {what} {seconds:g} s ({trouble})", fix=LOOK) from None
         seconds = time.monotonic() - begun
         how_often = "once" if tries == 1 else f"{tries} times in {seconds:.1f} s, at last"
-        raise TargetError(f"{url} failed {how_often} with {trouble}", fix="Look whether the server runs")
+        raise TargetError(f"{url} failed {how_often} with {trouble}", fix=LOOK)
 
 
 def _document(url: str, response: httpx.Response) -> Json:
