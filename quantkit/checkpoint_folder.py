@@ -57,8 +57,12 @@ def standing(output: Path) -> Path:
     return old
 
 
-def check_working_folder(output: Path) -> None:
+def check_working_folder(output: Path, *, writes: bool = True) -> None:
     """Refuse before the work what :func:`working_folders` would refuse after it. Makes nothing.
+
+    Args:
+        output: of the run.
+        writes: the run follows, so that no other may be writing.
 
     Raises:
         CheckpointError: something else has the name of the working folder, or another run is writing in it.
@@ -70,8 +74,9 @@ def check_working_folder(output: Path) -> None:
         return
     if not (folder / LOCK_NAME).exists():
         raise CheckpointError(f"{folder} is in the way and is no working folder of quantkit", fix="Move it away")
-    with _lock(folder, output):
-        pass
+    if writes:
+        with _lock(folder, output):
+            pass
 
 
 @contextmanager

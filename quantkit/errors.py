@@ -3,6 +3,22 @@
 A command prints the message as one line and leaves with ``exit_code``; assertions are for our own bugs.
 """
 
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def looked_in(path: str | Path) -> str:
+    """`` (looked in /current/folder)`` for a relative path that leads nowhere; nothing for an absolute one."""
+    return "" if Path(path).is_absolute() else f" (looked in {Path.cwd()})"
+
+
+def did_you_mean(given: object, allowed: Sequence[str]) -> str:
+    """``; did you mean 'extract'?``, or nothing if no word is near."""
+    by_lower = {word.lower(): word for word in allowed}
+    close = difflib.get_close_matches(str(given).lower(), list(by_lower), n=1, cutoff=0.6)
+    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
+
 
 class QuantkitError(Exception):
     """A known failure (exit code 1).
@@ -20,11 +36,6 @@ class QuantkitError(Exception):
         self.fix = fix
         self.keys = keys
         super().__init__(f"{message}. {fix}" if fix else message)
-
-    def prepend(self, place: str) -> None:
-        """Begin the message with the place of ``keys``, which are then said."""
-        self.message, self.keys = place + self.message, ()
-        self.args = (place + str(self),)
 
 
 class UsageError(QuantkitError):

@@ -14,11 +14,11 @@ from quantkit.formats.shards import write_text_durably
 from quantkit.gguf_source import file_sha256
 from quantkit.output_paths import check_outputs, check_reports, records_folder
 from quantkit.pipeline import quantize_model
-from quantkit.recipe import GgufOutput, Recipe
+from quantkit.recipe import GgufOutput, Recipe, name_places
 from quantkit.recipe.gates import FileSuite
 from quantkit.serve import Engine, EngineConfig, EngineModel
 from quantkit.serve.device import DeviceName
-from quantkit.source import ModelSource, open_source
+from quantkit.source import ModelSource, open_model
 from quantkit.text_model import EngineTextModel
 from quantkit.verify import verify_checkpoint
 from quantkit_eval.comparability import Evaluation
@@ -66,8 +66,8 @@ def run(
         QuantkitError, EvalError: anything that stops the run before there is a verdict.
     """
     records = records_folder(recipe)
-    check_suites(recipe.gates.suite_options)
-    source = open_source(recipe.require_model())
+    check_recipe_suites(recipe)
+    source = open_model(recipe)
     check_reports(recipe, source)
     with hold_records(records, fix="Wait for it, or give `report` and the outputs other paths"):
         identity = _identity(recipe, source)
@@ -79,6 +79,17 @@ def run(
         return _run(
             recipe, source, records, progress, overwrite=overwrite, resume=resume, use_cache=use_cache, device=device
         )
+
+
+def check_recipe_suites(recipe: Recipe) -> None:
+    """Refuse before the work suites of a recipe that cannot be evaluated.
+
+    Raises:
+        OptionError: as from `check_suites`, with the place of the suite in the recipe.
+    """
+    for number, (name, options) in enumerate(recipe.gates.suite_options.items()):
+        with name_places(recipe, "gates", "suites", number):
+            check_suites({name: options})
 
 
 def _run(

@@ -14,7 +14,7 @@ from quantkit.checkpoint_folder import (
 from quantkit.errors import CheckpointError
 from quantkit.gguf_files import places_of
 from quantkit.manifest import manifest_path
-from quantkit.recipe import DatasetSource, GgufOutput, Recipe, SelfGeneratedSource, StructuredChatSource
+from quantkit.recipe import DatasetSource, GgufOutput, Recipe, SelfGeneratedSource, StructuredChatSource, name_places
 from quantkit.recipe.gates import FileSuite
 from quantkit.source import ModelSource
 from quantkit_eval.records import check_writable
@@ -32,13 +32,14 @@ def records_folder(recipe: Recipe) -> Path:
     return (recipe.outputs[0].path.parent if recipe.outputs else DEFAULT_FOLDER) / "records"
 
 
-def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> None:
+def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool, writes: bool = True) -> None:
     """Refuse outputs that would destroy something or cannot be made, before any work. Makes and moves nothing.
 
     Args:
         recipe: with outputs.
         source: its model.
         overwrite: the user allows to replace what lies in them.
+        writes: a run follows, so that no other may be writing them.
 
     Raises:
         CheckpointError: an output is a file, is not empty, is in the way of another output, it is, holds or lies in
@@ -46,19 +47,20 @@ def check_outputs(recipe: Recipe, source: ModelSource, *, overwrite: bool) -> No
         RecordError: the folder cannot be made.
     """
     taken: dict[Path, Path] = {}
-    for output in recipe.outputs:
-        path = output.path
-        _check_reads(path, recipe, source)
-        for place in (path, working_folder(path), replaced_folder(path)):
-            other = taken.setdefault(place.resolve(), path)
-            if other is not path:
-                raise CheckpointError(f"the outputs {other} and {path} both need the folder {place}", fix=ELSEWHERE)
-        if isinstance(output, GgufOutput):
-            _check_file(path, overwrite=overwrite)
-        else:
-            _check_folder(path, overwrite=overwrite)
-        check_working_folder(path)
-        check_writable(working_folder(path) / "config.json")
+    for number, output in enumerate(recipe.outputs):
+        with name_places(recipe, "outputs", number, "path"):
+            _check_reads(output.path, recipe, source)
+            for place in (output.path, working_folder(output.path), replaced_folder(output.path)):
+                other = taken.setdefault(place.resolve(), output.path)
+                if other is not output.path:
+                    both = f"the outputs {other} and {output.path} both need the folder {place}"
+                    raise CheckpointError(both, fix=ELSEWHERE)
+            if isinstance(output, GgufOutput):
+                _check_file(output.path, overwrite=overwrite)
+            else:
+                _check_folder(output.path, overwrite=overwrite)
+            check_working_folder(output.path, writes=writes)
+            check_writable(working_folder(output.path) / "config.json")
 
 
 def put_back_outputs(recipe: Recipe) -> None:
@@ -94,13 +96,19 @@ def check_reports(recipe: Recipe, source: ModelSource) -> None:
     Raises:
         CheckpointError, RecordError: naming the file.
     """
-    for path in (*recipe.report.paths.values(), records_folder(recipe) / "verdict.json"):
-        for name, read in _reads(recipe, source):
-            if path.resolve() == read.resolve():
-                raise CheckpointError(f"{path} is {name} and would be overwritten", fix=ELSEWHERE)
-        if source.folder.resolve() in path.resolve().parents:
-            raise CheckpointError(f"{path} is inside the model's own folder", fix=ELSEWHERE)
-        check_writable(path)
+    for kind, path in recipe.report.paths.items():
+        with name_places(recipe, "report", kind):
+            _check_report(path, recipe, source)
+    _check_report(records_folder(recipe) / "verdict.json", recipe, source)
+
+
+def _check_report(path: Path, recipe: Recipe, source: ModelSource) -> None:
+    for name, read in _reads(recipe, source):
+        if path.resolve() == read.resolve():
+            raise CheckpointError(f"{path} is {name} and would be overwritten", fix=ELSEWHERE)
+    if source.folder.resolve() in path.resolve().parents:
+        raise CheckpointError(f"{path} is inside the model's own folder", fix=ELSEWHERE)
+    check_writable(path)
 
 
 def _check_reads(output: Path, recipe: Recipe, source: ModelSource) -> None:

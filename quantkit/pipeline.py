@@ -30,10 +30,10 @@ from quantkit.journal import Journal
 from quantkit.manifest import MANIFEST_NAME, build_manifest, probe_record, provenance
 from quantkit.output_paths import check_outputs, put_back_outputs
 from quantkit.plan import Plan, make_plan
-from quantkit.recipe import Calibration, Recipe
+from quantkit.recipe import Calibration, Recipe, name_places
 from quantkit.scheme import QuantScheme
 from quantkit.solve import SolvedLayer, solve_block
-from quantkit.source import ModelSource, open_source
+from quantkit.source import ModelSource, open_model
 from quantkit.stored_weights import refuse_broken_weights
 from quantkit.transforms.fold_block import transform_block
 from quantkit.tuning.apply import tune_checkpoint
@@ -42,6 +42,7 @@ from quantkit.tuning.windows import TuningSource, read_tuning_sources
 Progress = Callable[[str, int, int], None]
 BATCH_TOKENS = 2048  # tokens that go through a block at once
 PROBE_TOKENS = 32
+STAGE = "quantize (layers)"
 MEGABYTE = 10**6
 
 logger = logging.getLogger(__name__)
@@ -75,7 +76,7 @@ def quantize_model(
     return_large_blocks()
     report = progress or (lambda stage, done, total: None)
     recipe.require_outputs()
-    source = source or open_source(recipe.require_model())
+    source = source or open_model(recipe)
     plan, files = plan_run(recipe, source, overwrite=overwrite or resume)
     put_back_outputs(recipe)
     for note in plan.notes if plan is not None else gguf_only_notes(recipe):
@@ -113,13 +114,16 @@ def quantize_model(
     return manifests[recipe.outputs[0].path]
 
 
-def plan_run(recipe: Recipe, source: ModelSource, *, overwrite: bool = False) -> tuple[Plan | None, list[GgufFile]]:
+def plan_run(
+    recipe: Recipe, source: ModelSource, *, overwrite: bool = False, writes: bool = True
+) -> tuple[Plan | None, list[GgufFile]]:
     """Decide what can be decided before the work, and refuse what cannot be done. Writes nothing.
 
     Args:
         recipe: with outputs.
         source: its model.
         overwrite: the user allows to replace what lies in the outputs.
+        writes: the run follows; a dry run is not in the way of another that writes the same outputs.
 
     Returns:
         The plan of the checkpoints, if there are any, and the GGUF files.
@@ -131,7 +135,7 @@ def plan_run(recipe: Recipe, source: ModelSource, *, overwrite: bool = False) ->
     if plan is not None and recipe.require_quantization().has_target:
         check_target(plan, recipe)
     files = plan_gguf_files(recipe, source)
-    check_outputs(recipe, source, overwrite=overwrite)
+    check_outputs(recipe, source, overwrite=overwrite, writes=writes)
     return plan, files
 
 
@@ -207,7 +211,8 @@ def _calibration(
 ) -> CalibrationSet | None:
     """The recipe's tokens, if something needs them."""
     section = needed_calibration(recipe, plan, files)
-    return None if section is None else build_calibration(section, source, progress)
+    with name_places(recipe):
+        return None if section is None else build_calibration(section, source, progress)
 
 
 def _tuning_sources(
@@ -215,7 +220,8 @@ def _tuning_sources(
 ) -> Sequence[TuningSource]:
     """The windows of the tuning, if there is one: read before the work, because they may be missing."""
     tuning = recipe.quantization.tuning if plan is not None and recipe.quantization is not None else None
-    return () if tuning is None else read_tuning_sources(tuning, recipe.calibration, source, progress)
+    with name_places(recipe):
+        return () if tuning is None else read_tuning_sources(tuning, recipe.calibration, source, progress)
 
 
 def needed_calibration(recipe: Recipe, plan: Plan | None, files: Sequence[GgufFile]) -> Calibration | None:
@@ -265,12 +271,12 @@ def _quantize_blocks(
         both = [*batches, *originals]
         for batch, hidden in zip(both, journal.hidden([batch.hidden for batch in both]), strict=True):
             batch.hidden = hidden
-    progress("quantize", len(records), len(plan.layers))
+    progress(STAGE, len(records), len(plan.layers))
     for index in range(first, len(decoder.blocks)):
         block, name = decoder.blocks[index], f"{decoder.name}.{index}"
         source.materialize(model, prefix=name, dtype=torch.float32)
         refuse_broken_weights(source, model, name)
-        tell = partial(_count, progress, "quantize", len(records), len(plan.layers))
+        tell = partial(_count, progress, STAGE, len(records), len(plan.layers))
         solved, kv_scales = _quantize_block(plan, index, algorithm, batches, originals, tell)
         written = [writer.write_block(solved, f"{name}.", kv_scales) for writer in writers]
         records += [layer.record for layer in solved]

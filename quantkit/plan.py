@@ -25,7 +25,7 @@ from quantkit.plan_schemes import choose_schemes
 from quantkit.recipe import CheckpointOutput, Quantization, Recipe, name_places
 from quantkit.recipe.quantization import ROUTED, Experts
 from quantkit.scheme import QuantScheme
-from quantkit.source import ModelSource, TensorInfo, open_source
+from quantkit.source import ModelSource, TensorInfo, open_model
 from quantkit.transforms import Transform, fold_notes, load_transform, rewritten_parameters
 from quantkit.tuning.small_parameter import small_parameters
 
@@ -197,7 +197,7 @@ def make_plan(
     if recipe.quantization is None:
         raise RecipeError("the recipe has no `quantization` section, so there is nothing to plan")
     with name_places(recipe):
-        return _decide(recipe, recipe.quantization, source or open_source(recipe.require_model()), schemes)
+        return _decide(recipe, recipe.quantization, source or open_model(recipe), schemes)
 
 
 def _decide(

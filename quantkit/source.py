@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from quantkit import experts
-from quantkit.errors import SourceError
+from quantkit.errors import SourceError, looked_in
 from quantkit.formats.safetensors_file import TensorSlot
 from quantkit.gguf_source import GgufFacts, convert_gguf, file_sha256, read_gguf_facts
 from quantkit.model_folder import TOKENIZER_FILES, first_line, load_config, read_shards, side_files
+from quantkit.recipe import Recipe, at_keys, name_places
 from quantkit.skeleton import WeightMap, build_skeleton, code_tensors
 
 HUB_WEIGHTS = ("*.safetensors",)
@@ -242,23 +243,38 @@ def open_source(model: str | Path, *, revision: str | None = None) -> ModelSourc
     path = Path(model).expanduser()
     if path.suffix == ".gguf":
         if not path.is_file():
-            raise SourceError(f"no such file: {path}")
+            raise SourceError(f"no such file: {path}{looked_in(path)}", fix="Correct the path")
         folder = convert_gguf(path.resolve())
         facts = read_gguf_facts(path.resolve())
         return ModelSource(path.name, "gguf", folder, file_bytes=path.stat().st_size, gguf=facts)
     if path.is_dir():
         return ModelSource(path.resolve().name, "folder", path.resolve())
+    if path.suffix in (".yaml", ".yml"):
+        raise SourceError(f"{path} is no model but a recipe by its name", fix=f"Did you mean -r {path}?")
     if path.exists():
         raise SourceError(f"{path} is neither a folder nor a .gguf file")
     name = str(model)
     if isinstance(model, Path) or not HUB_ID.fullmatch(name) or name.startswith("."):
-        raise SourceError(f"no such folder: {path}", fix="Give a folder, a .gguf file or a hub id such as owner/name")
+        fix = "Give a folder, a .gguf file or a hub id such as owner/name"
+        raise SourceError(f"no such folder: {path}{looked_in(path)}", fix=fix)
     folder = _download(name, revision)
     return ModelSource(name, "hub", folder, folder.name)
 
 
+def open_model(recipe: Recipe) -> ModelSource:
+    """Open the model of a recipe; what is wrong with it has the place of ``model`` in the recipe.
+
+    Raises:
+        RecipeError: there is none.
+        SourceError: as from `open_source`.
+    """
+    with name_places(recipe), at_keys(*recipe.model_keys):
+        return open_source(recipe.require_model())
+
+
 def _download(name: str, revision: str | None) -> Path:
-    """The snapshot of a hub id: from the network, or from the cache when offline."""
+    """The snapshot of a hub id: from the network, or from the cache when offline. No folder has its name."""
+    missing = f"no such folder: {name}{looked_in(name)}"
     where = f"{name} at revision {revision}" if revision else name
     try:
         return Path(
@@ -276,13 +292,14 @@ def _download(name: str, revision: str | None) -> Path:
     except RevisionNotFoundError as error:
         raise SourceError(f"{name} has no revision {revision}") from error
     except RepositoryNotFoundError as error:
-        raise SourceError(f"no folder and no hub model is called {name}") from error
+        raise SourceError(f"{missing}, and no hub model is called so", fix="Check the name") from error
     except HFValidationError as error:
-        raise SourceError(f"no such folder: {name}, and it is no valid hub id") from error
+        raise SourceError(f"{missing}, and it is no valid hub id", fix="Check the path") from error
     except LocalEntryNotFoundError as error:
         raise SourceError(
-            f"no folder is called {name}, and the hub cannot be reached and its cache does not hold {where}",
-            fix="Check the name, or go online once",
+            f"{missing}, and the hub cannot be reached and its cache does not hold {where}",
+            fix="Check the path; for a hub id, go online once",
         ) from error
     except (HfHubHTTPError, OSError) as error:
-        raise SourceError(f"cannot download {where}: {first_line(error)}") from error
+        fix = "Check the path; for a hub id, the network"
+        raise SourceError(f"{missing}, and cannot download {where}: {first_line(error)}", fix=fix) from error

@@ -7,7 +7,7 @@ from quantkit.allocation.allocate import choose_windows, legal_choices
 from quantkit.allocation.sensitivity import measure_sensitivity
 from quantkit.calibration.dataset import build_calibration
 from quantkit.plan import make_plan
-from quantkit.recipe import Calibration, Recipe
+from quantkit.recipe import Calibration, Recipe, name_places
 
 Progress = Callable[[str, int, int], None]
 
@@ -31,7 +31,8 @@ def sensitivity_table(recipe: Recipe, progress: Progress) -> dict[str, Any]:
     plan = make_plan(recipe)
     units, legal, sizes = legal_choices(plan, recipe)
     section = recipe.calibration or Calibration()
-    windows = choose_windows(build_calibration(section, plan.source, progress))
+    with name_places(recipe):
+        windows = choose_windows(build_calibration(section, plan.source, progress))
     measured = measure_sensitivity(plan, units, legal, windows, progress, section.seed)
     smallest = [min(zip(sizes[entry.unit.name], entry.kl, strict=True))[1] for entry in measured]
     total = sum(smallest)

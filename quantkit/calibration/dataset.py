@@ -15,7 +15,7 @@ from quantkit.calibration.sources import Document, read_documents
 from quantkit.calibration.structured_chat import generate_conversations as generate_structured_chat
 from quantkit.calibration.tokenize import DocumentTokenizer, TokenizedDocument
 from quantkit.errors import CalibrationError
-from quantkit.recipe import Calibration, DatasetSource, SelfGeneratedSource, StructuredChatSource, TextSource
+from quantkit.recipe import Calibration, DatasetSource, SelfGeneratedSource, StructuredChatSource, TextSource, at_keys
 from quantkit.recipe.calibration import Source, default_sources
 from quantkit.source import ModelSource
 
@@ -88,8 +88,10 @@ def build_calibration(calibration: Calibration, model: ModelSource, progress: Pr
     pieces: list[tuple[TokenizedDocument, int]] = []
     records = []
     for number, source in enumerate(sources):
-        need = _num_tokens(source, calibration)
-        drawn, record = draw_pieces(tokenizer, source, number, need, calibration, model, progress or (lambda *_: None))
+        with at_keys("calibration", "sources", number):
+            need = _num_tokens(source, calibration)
+            tell = progress or (lambda *_: None)
+            drawn, record = draw_pieces(tokenizer, source, number, need, calibration, model, tell)
         pieces += [(piece, number) for piece in drawn]
         records.append(record)
     pieces.sort(key=lambda piece: -len(piece[0].token_ids))
@@ -112,9 +114,10 @@ def check_sources(calibration: Calibration, model: ModelSource) -> None:
     tokenizer = DocumentTokenizer(model.tokenizer())
     _refuse_long_windows(calibration, model)
     for number, source in enumerate(calibration.sources or default_sources(chat=tokenizer.has_chat_template)):
-        if is_at_hand(source, model):
-            need = _num_tokens(source, calibration)
-            draw_pieces(tokenizer, source, number, need, calibration, model, lambda *_: None)
+        with at_keys("calibration", "sources", number):
+            if is_at_hand(source, model):
+                need = _num_tokens(source, calibration)
+                draw_pieces(tokenizer, source, number, need, calibration, model, lambda *_: None)
 
 
 def is_at_hand(source: Source, model: ModelSource) -> bool:
@@ -286,6 +289,7 @@ def _refuse_long_windows(calibration: Calibration, model: ModelSource) -> None:
         raise CalibrationError(
             f"window_tokens is {calibration.window_tokens} and {model.name} was made for {longest} positions",
             fix=f"Lower window_tokens to at most {longest}",
+            keys=("calibration", "window_tokens"),
         )
 
 

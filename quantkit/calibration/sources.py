@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from quantkit.errors import CalibrationError
+from quantkit.errors import CalibrationError, looked_in
 from quantkit.extras import install_command
 from quantkit.recipe import DatasetSource, JsonlSource, TextSource
 
@@ -63,7 +63,9 @@ def _read_file(path: Path) -> str:
     except UnicodeDecodeError as error:
         raise CalibrationError(f"calibration source {path} is not UTF-8 (byte {error.start})") from error
     except OSError as error:
-        raise CalibrationError(f"cannot read calibration source {path}: {error.strerror}") from error
+        where = "" if path.exists() else looked_in(path)
+        fix = "Correct the path, or drop the source"
+        raise CalibrationError(f"cannot read calibration source {path}: {error.strerror}{where}", fix=fix) from error
 
 
 def _split_text(text: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ import click
 from quantkit.cli.device import device_option
 from quantkit.cli.eval_server import open_server, refuse_server_options, server_options
 from quantkit.cli.eval_tasks import TASK_OPTIONS, add_tasks, task_options
+from quantkit.cli.group import if_interrupted
 from quantkit.cli.output import emit, json_option, metric_lines
 from quantkit.cli.progress import Progress, show_progress
 from quantkit.cli.tables import power_lines
@@ -75,7 +76,8 @@ def eval_command(
     from quantkit.recipe import Gates, load_recipe
 
     tasks = {name: more.pop(name) for name in TASK_OPTIONS}
-    gates = load_recipe(recipe).gates if recipe else Gates()
+    loaded = load_recipe(recipe) if recipe else None
+    gates = loaded.gates if loaded else Gates()
     suites: Mapping[str, Mapping[str, Any]] = add_tasks(gates.suite_options, tasks, is_alone=recipe is None)
     if constrained:
         from quantkit_eval.suites import with_constrained
@@ -94,10 +96,15 @@ def eval_command(
     from quantkit_eval.suites import BATCH_ITEMS
     from quantkit_eval.targets import is_url
 
+    if loaded is not None:
+        from quantkit.gate import check_recipe_suites
+
+        check_recipe_suites(loaded)
     check_evaluation(suites, output, reference)
     if not is_url(model):
         refuse_server_options(more)
-    with show_progress() as progress:
+    kept = "the answers so far are kept, and the same command with --resume asks only for the rest"
+    with if_interrupted(kept), show_progress() as progress:
         ask = partial(
             evaluate, suites=suites, seed=seed, out=output, reference=reference, progress=progress,
             batch_items=batch_items or BATCH_ITEMS, keep_answers=True, resume=resume,

@@ -87,7 +87,7 @@ class LazyGroup(click.Group):
         except KeyboardInterrupt as interrupt:
             _show_traceback(ctx)
             is_terminated = isinstance(interrupt, Terminated)
-            _say("terminated" if is_terminated else "interrupted")
+            _say("; ".join(["terminated" if is_terminated else "interrupted", *interrupt.args]))
             ctx.exit(TERMINATED if is_terminated else INTERRUPTED)
 
     def main(  # type: ignore[override]
@@ -102,7 +102,8 @@ class LazyGroup(click.Group):
             code = error.exit_code
         except click.UsageError as error:
             path = error.ctx.command_path if error.ctx else "quantkit"
-            _say(f"{error.format_message().removesuffix('.').replace('?.', '?')} (see {path} --help)")
+            hint = _recipe_hint(error, sys.argv[1:] if args is None else args)
+            _say(f"{error.format_message().removesuffix('.').replace('?.', '?')}{hint} (see {path} --help)")
             code = error.exit_code
         except click.ClickException as error:
             _say(error.format_message())
@@ -113,6 +114,23 @@ class LazyGroup(click.Group):
         if standalone_mode:
             sys.exit(code if isinstance(code, int) else 0)
         return code
+
+
+def _recipe_hint(error: click.UsageError, args: Sequence[str]) -> str:
+    """``; did you mean -r mine.yaml?`` if the recipe is missing and an argument is the name of one."""
+    is_missing = isinstance(error, click.MissingParameter) and error.param is not None and error.param.name == "recipe"
+    files = [word for word in args if word.endswith((".yaml", ".yml"))] if is_missing else []
+    return f"; did you mean -r {files[0]}?" if files else ""
+
+
+@contextmanager
+def if_interrupted(consequence: str) -> Iterator[None]:
+    """Say after ``interrupted`` or ``terminated`` what became of the work in this block, and how to go on."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        interrupt.args = (consequence,)
+        raise
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from quantkit.cli.group import if_interrupted
 from quantkit.cli.output import emit, json_option, note_search, size, table
 from quantkit.cli.progress import show_progress
 from quantkit.formats.expert_names import join_names
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     from quantkit.gguf_files import GgufFile
     from quantkit.plan import Plan
     from quantkit.recipe import Recipe
+
+KEPT = "the finished layers are kept, and --resume goes on with them"
+DISCARDED = "what was done is discarded; --resume, given from the start, keeps it"
 
 
 @click.command("quantize")
@@ -42,7 +46,7 @@ def quantize_command(
         return
     from quantkit.pipeline import quantize_model
 
-    with show_progress() as progress:
+    with if_interrupted(KEPT if resume else DISCARDED), show_progress() as progress:
         manifest = quantize_model(loaded, overwrite=overwrite, resume=resume, progress=progress)
     emit(manifest, _summary(loaded), as_json=as_json)
 
@@ -52,17 +56,19 @@ def _show_plan(recipe: "Recipe", *, overwrite: bool, as_json: bool) -> None:
     from quantkit.calibration.dataset import check_sources
     from quantkit.gguf_files import gguf_only_notes
     from quantkit.pipeline import needed_calibration, plan_run
-    from quantkit.source import open_source
+    from quantkit.recipe import name_places
+    from quantkit.source import open_model
     from quantkit.tuning.windows import check_tuning_sources
 
-    source = open_source(recipe.require_model())
-    plan, files = plan_run(recipe, source, overwrite=overwrite)
+    source = open_model(recipe)
+    plan, files = plan_run(recipe, source, overwrite=overwrite, writes=False)
     calibration = needed_calibration(recipe, plan, files)
-    if calibration is not None:
-        check_sources(calibration, source)
     tuning = recipe.quantization.tuning if recipe.quantization is not None else None
-    if tuning is not None:
-        check_tuning_sources(tuning, recipe.calibration, source)
+    with name_places(recipe):
+        if calibration is not None:
+            check_sources(calibration, source)
+        if tuning is not None:
+            check_tuning_sources(tuning, recipe.calibration, source)
     lines = gguf_only_notes(recipe)
     document: dict[str, object] = {"model": source.name, "notes": lines}
     if plan is not None:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from quantkit.cli.device import device_option
+from quantkit.cli.group import if_interrupted
 from quantkit.cli.output import emit, json_option, size, table
 from quantkit.cli.progress import show_progress
 
@@ -57,7 +58,8 @@ def search_command(
         return 0
     from quantkit.search.search import search
 
-    with show_progress() as progress:
+    kept = "finished trials and layers are kept, and --resume goes on with them"
+    with if_interrupted(kept), show_progress() as progress:
         document = search(
             loaded,
             resume=resume,
@@ -80,9 +82,9 @@ def _on_ray(address: str, jobs: int, progress: Any) -> Any:
 
 def _show_candidates(recipe: Any, *, as_json: bool) -> None:
     from quantkit.search.candidates import find_candidates
-    from quantkit.source import open_source
+    from quantkit.source import open_model
 
-    candidates, left_out = find_candidates(recipe, open_source(recipe.require_model()))
+    candidates, left_out = find_candidates(recipe, open_model(recipe))
     rows = [{"name": one.name, "planned_bytes": one.nbytes, "planned_bits": one.bits} for one in candidates]
     cells = [(one.name, f"{one.bits:.3f}", size(one.nbytes)) for one in candidates]
     lines = [*table(cells, header=("candidate", "bits a weight", "checkpoint")), *(f"left out: {x}" for x in left_out)]

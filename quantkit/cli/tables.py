@@ -34,10 +34,10 @@ def power_lines(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     header = (
         "suite",
         "items",
-        "if so many flip",
-        "finds a drop of",
+        "answers that change",
+        "smallest drop shown",
         "margin",
-        "passes if nothing is lost",
+        "a lossless one passes",
         "items for 80 %",
     )
     cells = [

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from gguf import LlamaFileType
 
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, did_you_mean
 from quantkit.formats.gguf.block_types import PLAIN_TYPES, check_tensor_type, row_multiple
 
 BASE_TYPES = {
@@ -58,7 +58,10 @@ def check_file_type(name: str) -> str:
         UsageError: there is no such file type.
     """
     if name not in BASE_TYPES:
-        raise UsageError(f"there is no file type {name!r}", fix=f"Choose from {', '.join(FILE_TYPES)}")
+        raise UsageError(
+            f"there is no file type {name!r}",
+            fix=f"Choose from {', '.join(FILE_TYPES)}{did_you_mean(name, FILE_TYPES)}",
+        )
     return name
 
 

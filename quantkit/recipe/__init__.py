@@ -5,7 +5,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, did_you_mean
 from quantkit.recipe.calibration import (
     Calibration,
     DatasetSource,
@@ -15,11 +15,11 @@ from quantkit.recipe.calibration import (
     TextSource,
 )
 from quantkit.recipe.document import parse_document
-from quantkit.recipe.explain import did_you_mean, explain
+from quantkit.recipe.explain import explain
 from quantkit.recipe.gates import Gates, Report
 from quantkit.recipe.model import Recipe
 from quantkit.recipe.output import CheckpointOutput, GgufOutput, Output
-from quantkit.recipe.places import name_places
+from quantkit.recipe.places import at_keys, name_places
 from quantkit.recipe.quantization import Gptq, Override, Quantization, Rtn, SchemeChoice
 from quantkit.recipe.variants import check_candidates
 
@@ -41,6 +41,7 @@ __all__ = [
     "SelfGeneratedSource",
     "StructuredChatSource",
     "TextSource",
+    "at_keys",
     "builtin_recipes",
     "load_recipe",
     "name_places",

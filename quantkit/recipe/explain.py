@@ -1,6 +1,5 @@
 """pydantic's errors -> one line with file, line, column, key path, the allowed values and "did you mean"."""
 
-import difflib
 import re
 from collections.abc import Sequence
 from typing import Any, get_args
@@ -8,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from quantkit.errors import RecipeError
+from quantkit.errors import RecipeError, did_you_mean
 from quantkit.recipe import calibration, gates, model, output, quantization, search, transforms, tuning
 from quantkit.recipe.document import Document, KeyPath, Position, key_path
 from quantkit.scheme import PRESETS
@@ -76,13 +75,6 @@ def explain(error: ValidationError, document: Document) -> RecipeError:
     (place, text), *more = sorted(problems, key=lambda problem: (problem[0].line, problem[0].column))
     note = f" (and {len(more)} more)" if more else ""
     return RecipeError(f"{document.origin}:{place.line}:{place.column}: {text}{note}")
-
-
-def did_you_mean(given: object, allowed: Sequence[str]) -> str:
-    """``; did you mean 'extract'?``, or nothing if no word is near."""
-    by_lower = {word.lower(): word for word in allowed}
-    close = difflib.get_close_matches(str(given).lower(), list(by_lower), n=1, cutoff=0.6)
-    return f"; did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def _is_consequence(details: ErrorDetails, misspelt: set[tuple[int | str, ...]]) -> bool:

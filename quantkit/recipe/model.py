@@ -161,6 +161,21 @@ class Recipe(Section):
         """Where each key stands in the text; None if it was made without one."""
         return self._document
 
+    def place(self, *keys: str | int) -> str:
+        """``r.yaml:3:1: `` of a key, ``r.yaml: `` of one that is not there; nothing without keys or without a file."""
+        if not keys or self._path is None or self._document is None:
+            return ""
+        if keys[0] not in self._document.data:
+            return f"{self._path}: "
+        position = self._document.position(keys, at_key=True)
+        return f"{self._path}:{position.line}:{position.column}: "
+
+    @property
+    def model_keys(self) -> tuple[str, ...]:
+        """The key that names the model; none if the command line does."""
+        named = self._document is not None and self._document.data.get("model") == self.model
+        return ("model",) if named else ()
+
     @property
     def is_self_comparison(self) -> bool:
         """Whether this is an A/A run: no quantization and no outputs, the model against itself."""
@@ -196,7 +211,8 @@ class Recipe(Section):
             RecipeError: this is an A/A recipe, which has none.
         """
         if self.quantization is None:
-            raise RecipeError("the recipe has no `quantization`", fix="Only `quantkit run` has a use for it")
+            place = self.place("quantization")
+            raise RecipeError(f"{place}the recipe has no `quantization`", fix="Only `quantkit run` has a use for it")
         return self.quantization
 
     def require_search(self) -> Search:
@@ -206,7 +222,8 @@ class Recipe(Section):
             RecipeError: there is none.
         """
         if self.search is None:
-            raise RecipeError("the recipe has no `search`", fix="Add `search: {}` to try what is made from its scheme")
+            fix = "Add `search: {}` to try what is made from its scheme"
+            raise RecipeError(f"{self.place('search')}the recipe has no `search`", fix=fix)
         return self.search
 
     def require_model(self) -> str:
@@ -216,5 +233,6 @@ class Recipe(Section):
             RecipeError: neither the recipe nor the command line names one.
         """
         if self.model is None:
-            raise RecipeError("no model", fix="Give MODEL on the command line, or `model:` in the recipe")
+            fix = "Give MODEL on the command line, or `model:` in the recipe"
+            raise RecipeError(f"{self.place('model')}no model", fix=fix)
         return self.model

@@ -1,11 +1,11 @@
-"""File and line for mistakes that show only when the recipe meets its model."""
+"""File and line for mistakes that show only when the recipe meets its model, its files and its outputs."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from quantkit.errors import QuantizationError, UsageError
-from quantkit.recipe.document import KeyPath
+from quantkit.errors import QuantkitError, SourceError
 from quantkit.recipe.model import Recipe
+from quantkit_eval.errors import EvalError
 
 
 @contextmanager
@@ -14,19 +14,25 @@ def name_places(recipe: Recipe, *keys: str | int) -> Iterator[None]:
 
     Args:
         recipe: whose keys they are; one that was read from no file changes nothing.
-        keys: of an error that knows none itself.
+        keys: of an error that knows none itself, unless it is about the model.
     """
     try:
         yield
-    except (UsageError, QuantizationError) as error:
-        place = _place(recipe, error.keys or keys)
+    except (QuantkitError, EvalError) as error:
+        known = getattr(error, "keys", ())
+        place = recipe.place(*(known or (() if isinstance(error, SourceError) else keys)))
         if place:
-            error.prepend(place)
+            error.args, error.message = (place + str(error),), place + error.message
+            if isinstance(error, QuantkitError):
+                error.keys = ()  # they are said
         raise
 
 
-def _place(recipe: Recipe, keys: KeyPath) -> str:
-    if not keys or recipe.path is None or recipe.document is None:
-        return ""
-    position = recipe.document.position(keys, at_key=True)
-    return f"{recipe.path}:{position.line}:{position.column}: "
+@contextmanager
+def at_keys(*keys: str | int) -> Iterator[None]:
+    """Give an error that knows no key in the recipe these, for whoever has the recipe to name their place."""
+    try:
+        yield
+    except QuantkitError as error:
+        error.keys = error.keys or keys
+        raise

@@ -12,6 +12,7 @@ import torch
 
 from quantkit.errors import CheckpointError
 from quantkit.evaluation_cache import source_digest
+from quantkit.gate import check_recipe_suites
 from quantkit.gguf_source import file_sha256
 from quantkit.output_paths import check_reports
 from quantkit.recipe import Recipe, name_places
@@ -25,8 +26,7 @@ from quantkit.search.journal import SearchJournal, key_of, open_journal
 from quantkit.search.outcome import certified_record, conclude, write_outcome
 from quantkit.search.trial import TrialJob, build
 from quantkit.serve.device import DeviceName
-from quantkit.source import ModelSource, open_source
-from quantkit_eval.evaluate import check_suites
+from quantkit.source import ModelSource, open_model
 from quantkit_eval.statistics import ALPHA
 
 Progress = Callable[[str, int, int], None]
@@ -87,8 +87,8 @@ def search(
     """
     tell = progress or (lambda stage, done, total: None)
     started, settings, threads = time.monotonic(), recipe.require_search(), torch.get_num_threads()
-    check_suites(recipe.gates.suite_options)
-    source = open_source(recipe.require_model())
+    check_recipe_suites(recipe)
+    source = open_model(recipe)
     folder = SearchFolder.of(recipe)
     candidates, left_out = find_candidates(recipe, source)
     _check_places(recipe, source, folder, allowed=resume or overwrite)

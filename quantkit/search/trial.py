@@ -18,7 +18,7 @@ from quantkit.search.planned_speed import plan_speed
 from quantkit.search.screening import screen
 from quantkit.search.served import serve
 from quantkit.serve.device import DeviceName
-from quantkit.source import open_source
+from quantkit.source import open_model
 from quantkit.verify import verify_checkpoint
 from quantkit_eval.errors import EvalError
 from quantkit_eval.gates import Gates
@@ -86,7 +86,7 @@ def run_trial(job: TrialJob, progress: Progress | None = None) -> dict[str, Any]
     started = time.perf_counter()
     try:
         built = build(job, tell)
-        source = open_source(job.recipe.require_model())
+        source = open_model(job.recipe)
         model = serve(job.checkpoint, source, job.device, job.suites)
         found = screen(model, job.rounds, job.baselines, job.folder / "screening", Gates.parse(job.limits), tell)
     except (QuantkitError, EvalError) as error:
@@ -104,7 +104,7 @@ def build(job: TrialJob, progress: Progress) -> dict[str, Any]:
         QuantkitError: it cannot be made, or does not read back as it should.
     """
     recipe = job.recipe
-    source = open_source(recipe.require_model())
+    source = open_model(recipe)
     manifest = quantize_model(recipe, overwrite=True, resume=True, progress=progress, source=source)
     verify_checkpoint(job.checkpoint, source).raise_for_failure()
     return {

@@ -11,7 +11,7 @@ from quantkit.calibration.dataset import draw_pieces, is_at_hand, source_label
 from quantkit.calibration.self_generated import Progress
 from quantkit.calibration.tokenize import DocumentTokenizer, TokenizedDocument
 from quantkit.errors import CalibrationError
-from quantkit.recipe import Calibration
+from quantkit.recipe import Calibration, at_keys
 from quantkit.recipe.calibration import Source, default_sources
 from quantkit.recipe.tuning import Tuning
 from quantkit.source import ModelSource
@@ -73,7 +73,8 @@ def read_tuning_sources(
     tokenizer = DocumentTokenizer(model.tokenizer())
     found = []
     for number, source in enumerate(_sources(tuning, settings, tokenizer)):
-        pieces = _read(tokenizer, source, number, tuning, settings, model, progress)
+        with at_keys(*_place(tuning), number):
+            pieces = _read(tokenizer, source, number, tuning, settings, model, progress)
         count = len(pieces) // VALIDATION_SHARE
         judges = _first_tokens(pieces[::-1][: max(count, 1)], MAX_VALIDATION_TOKENS)
         training = pieces[: len(pieces) - len(judges)]
@@ -90,12 +91,18 @@ def check_tuning_sources(tuning: Tuning, calibration: Calibration | None, model:
     settings = calibration or Calibration()
     tokenizer = DocumentTokenizer(model.tokenizer())
     for number, source in enumerate(_sources(tuning, settings, tokenizer)):
-        if is_at_hand(source, model):
-            _read(tokenizer, source, number, tuning, settings, model, lambda *_: None)
+        with at_keys(*_place(tuning), number):
+            if is_at_hand(source, model):
+                _read(tokenizer, source, number, tuning, settings, model, lambda *_: None)
 
 
 def _sources(tuning: Tuning, settings: Calibration, tokenizer: DocumentTokenizer) -> Sequence[Source]:
     return tuning.sources or settings.sources or default_sources(chat=tokenizer.has_chat_template)
+
+
+def _place(tuning: Tuning) -> tuple[str, ...]:
+    """The key of the sources in the recipe."""
+    return ("quantization", "tuning", "sources") if tuning.sources else ("calibration", "sources")
 
 
 def _read(

@@ -76,7 +76,6 @@ def tree() -> list[tuple[str, int]]:
         ("out/ck", "full", 1, "the output folder full is not empty. Give --overwrite"),
         ("out/ck", "aside", 1, "the output folder aside is not empty"),
         ("out/ck", "taken", 1, "taken.partial is in the way and is no working folder"),
-        ("out/ck", "running", 1, "another run is writing running"),
     ],
 )
 def test_a_dry_run_refuses_what_the_run_refuses_and_writes_nothing(
@@ -97,6 +96,88 @@ def test_a_dry_run_refuses_what_the_run_refuses_and_writes_nothing(
     assert (dry.exit_code, dry.stdout) == (wet.exit_code, wet.stdout) == (code, "")
     assert words in dry.stderr
     assert dry.stderr.splitlines()[-1] == wet.stderr.splitlines()[-1]
+
+
+def test_a_dry_run_does_not_mind_another_that_writes_the_same_output(model: Path) -> None:
+    folder = Path("out/ck.partial")
+    folder.mkdir(parents=True)
+    (folder / "shard").touch()
+    with try_lock(folder / ".lock"):
+        before = tree()
+        assert invoke("quantize", "-r", "r.yaml", "--dry-run").exit_code == 0
+        assert tree() == before
+        refused = invoke("quantize", "-r", "r.yaml")
+    assert refused.exit_code == 1
+    assert refused.stderr.endswith("r.yaml:11:40: another run is writing out/ck. Wait for it, or choose another path\n")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        (
+            "corpus.txt",
+            "no.txt",
+            "4:13: cannot read calibration source no.txt: No such file or directory (looked in {here})",
+        ),
+        (
+            "corpus.txt",
+            "/no.txt",
+            "4:13: cannot read calibration source /no.txt: No such file or directory. Correct the",
+        ),
+        (
+            "kind: text, path: corpus.txt",
+            "kind: self_generated, seed_prompts: no.jsonl",
+            "4:13: cannot read calibration",
+        ),
+        (
+            "num_tokens: 64\n  window_tokens: 32",
+            "num_tokens: 6400\n  window_tokens: 3200",
+            "6:3: window_tokens is 3200 and",
+        ),
+        ("[lm_head]", "[lm_head]\n  tuning: {sources: [{kind: text, path: no.txt}]}", "11:22: cannot read calibration"),
+        ("model: model", "model: smol", "2:1: no such folder: smol (looked in {here}), and "),
+        ("model: model", "model: ./smol", "2:1: no such folder: smol (looked in {here}). Give a folder"),
+        ("model: model", "model: m.gguf", "2:1: no such file: m.gguf (looked in {here}). Correct the path"),
+        ("model: model", "model: bare", "2:1: {here}/bare has no config.json. It is no model folder, or incomplete"),
+        ("out/ck", "model/ck", "11:40: the output model/ck is inside the model's own folder. Choose another path"),
+        ("out/ck", "corpus.txt/ck", "11:40: {here}/corpus.txt/ck.partial/config.json: cannot be written ("),
+    ],
+)
+def test_what_is_missing_or_in_the_way_has_its_place_in_the_recipe(model: Path, old: str, new: str, line: str) -> None:
+    Path("bare").mkdir()
+    Path("r.yaml").write_text(RECIPE.format(model="model").replace(old, new))
+    for flags in ((), ("--dry-run",)):
+        result = invoke("quantize", "-r", "r.yaml", *flags)
+        assert result.exit_code == 1
+        assert f"quantkit: r.yaml:{line.format(here=Path.cwd())}" in result.stderr
+
+
+def test_a_model_that_the_command_line_names_has_no_place_in_the_recipe(model: Path) -> None:
+    result = invoke("quantize", "-r", "r.yaml", "./smol")
+    assert result.stderr.splitlines()[-1].startswith("quantkit: no such folder: smol (looked in ")
+
+
+def test_what_the_whole_recipe_lacks_has_its_name(model: Path) -> None:
+    Path("r.yaml").write_text(RECIPE.format(model="model").replace("model: model\n", ""))
+    assert invoke("run", "r.yaml").stderr.startswith("quantkit: r.yaml: no model. Give MODEL on the command line")
+    assert invoke("search", "-r", "r.yaml").stderr.startswith("quantkit: r.yaml: the recipe has no `search`. Add")
+
+
+@pytest.mark.parametrize(
+    ("section", "line"),
+    [
+        (
+            "gates: {suites: [nll, {kind: file, name: mine, path: no.jsonl}]}",
+            "12:23: the items no.jsonl cannot be read (No such file or directory)",
+        ),
+        ("report: {html: out/r.html, markdown: model/r.md}", "12:28: model/r.md is inside the model's own folder"),
+    ],
+)
+def test_a_run_names_the_place_of_suites_and_reports(model: Path, section: str, line: str) -> None:
+    Path("r.yaml").write_text(f"{RECIPE.format(model='model')}{section}\n")
+    result = invoke("run", "r.yaml")
+    assert result.exit_code in (1, 2)
+    assert result.stderr.splitlines()[-1].startswith(f"quantkit: r.yaml:{line}")
 
 
 def test_messages_without_a_chat_template_are_refused_by_a_dry_run(model: Path) -> None:

@@ -15,6 +15,7 @@ from click.testing import CliRunner, Result
 import quantkit.recipe
 from quantkit import __version__
 from quantkit.cli import VERBS, main
+from quantkit.cli.group import Terminated
 from quantkit.errors import QuantkitError, RecipeError, SourceError, UsageError
 from quantkit_eval.errors import EvalError, OptionError
 
@@ -78,6 +79,15 @@ def test_version() -> None:
     [
         (["quantise"], "quantkit: there is no verb 'quantise'; did you mean 'quantize'? (see quantkit --help)"),
         (["run"], "quantkit: Missing argument 'RECIPE' (see quantkit run --help)"),
+        (["run", "-r", "a.yaml", "b", "c"],
+         "quantkit: two recipes: -r a.yaml and b (see quantkit run --help)"),
+        (["quantize", "mine.yaml"],
+         "quantkit: Missing option '-r' / '--recipe'; did you mean -r mine.yaml? (see quantkit quantize --help)"),
+        (["search", "m", "mine.yml"],
+         "quantkit: Missing option '-r' / '--recipe'; did you mean -r mine.yml? (see quantkit search --help)"),
+        (["compare", "a", "b", "mine.yaml"],
+         "quantkit: Missing option '-r' / '--recipe'; did you mean -r mine.yaml? (see quantkit compare --help)"),
+        (["quantize", "model"], "quantkit: Missing option '-r' / '--recipe' (see quantkit quantize --help)"),
         (["run", "a", "b", "c"], "quantkit: Got unexpected extra argument (c) (see quantkit run --help)"),
         (["recipes", "show"], "quantkit: Missing argument 'NAME' (see quantkit recipes show --help)"),
         (["generate", "m", "hi", "--seed", "99999999999999999999"],
@@ -166,6 +176,64 @@ def test_a_model_is_named_by_the_recipe_or_the_command_line(tmp_path: Path) -> N
         assert result.stderr.startswith("quantkit: ")
     assert "no model. Give MODEL on the command line" in invoke("run", str(recipe)).stderr
     assert "the recipe has no `quantization`" in invoke("quantize", "-r", "aa").stderr
+
+
+def test_run_takes_its_recipe_as_an_option_too(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text("version: 1\n")
+    for arguments in (["-r", str(recipe)], ["--recipe", str(recipe)], [str(recipe)]):
+        assert invoke("run", *arguments).stderr.startswith(f"quantkit: {recipe}: no model. Give MODEL on")
+    for arguments in (["-r", str(recipe), "./nowhere"], [str(recipe), "./nowhere"]):
+        assert invoke("run", *arguments).stderr.startswith("quantkit: no such folder: nowhere (looked in ")
+
+
+def test_a_recipe_in_the_place_of_a_model_is_named(tmp_path: Path) -> None:
+    result = invoke("eval", "mine.yaml", "-o", str(tmp_path / "run"))
+    assert result.exit_code == 1
+    assert result.stderr.splitlines()[-1] == (
+        "quantkit: mine.yaml is no model but a recipe by its name. Did you mean -r mine.yaml?"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "patched", "words"),
+    [
+        (
+            ["quantize", "-r", "r.yaml"],
+            "quantkit.pipeline.quantize_model",
+            "what was done is discarded; --resume, given",
+        ),
+        (["quantize", "-r", "r.yaml", "--resume"], "quantkit.pipeline.quantize_model", "the finished layers are kept"),
+        (
+            ["run", "r.yaml"],
+            "quantkit.gate.run",
+            "the layers of an unfinished checkpoint are discarded; --resume, given",
+        ),
+        (["run", "r.yaml", "--resume"], "quantkit.gate.run", "what is finished is kept, and --resume goes on with it"),
+        (
+            ["eval", "http://127.0.0.1:9/v1", "-o", "run"],
+            "quantkit.cli.eval.open_server",
+            "the answers so far are kept",
+        ),
+    ],
+)
+def test_an_interrupt_says_what_became_of_the_work(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, arguments: list[str], patched: str, words: str
+) -> None:
+    def interrupted(*_arguments: Any, **_options: Any) -> None:
+        raise Terminated
+
+    monkeypatch.chdir(tmp_path)
+    Path("r.yaml").write_text(
+        "version: 1\nmodel: m\nquantization: {scheme: W8A8, algorithm: {name: rtn}}\n"
+        "outputs: [{format: compressed-tensors, path: out/ck}]\n"
+    )
+    monkeypatch.setattr(patched, interrupted)
+    result = invoke(*arguments)
+    assert result.exit_code == 143
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith(f"quantkit: terminated; {words}")
+    assert "--resume" in last
 
 
 def test_recipes_list_and_show() -> None:

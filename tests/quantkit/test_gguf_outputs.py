@@ -177,7 +177,7 @@ def test_resumed_it_keeps_the_files_that_are_whole(
     monkeypatch.setattr(gguf_files, "write_calibrated", note)
 
     def interrupt(stage: str, done: int, total: int) -> None:
-        if stage == "quantize" and done == 9:
+        if stage == "quantize (layers)" and done == 9:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):

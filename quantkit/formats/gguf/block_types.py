@@ -16,7 +16,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from torch import Tensor
 
-from quantkit.errors import UsageError
+from quantkit.errors import UsageError, did_you_mean
 
 NONLINEAR_LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of IQ4_NL and IQ4_XS
 
@@ -135,5 +135,6 @@ def check_tensor_type(type_name: str) -> str:
         UsageError: no such type.
     """
     if type_name not in TENSOR_TYPES:
-        raise UsageError(f"there is no tensor type {type_name!r}", fix=f"Choose from {', '.join(TENSOR_TYPES)}")
+        choices = f"Choose from {', '.join(TENSOR_TYPES)}{did_you_mean(type_name, tuple(TENSOR_TYPES))}"
+        raise UsageError(f"there is no tensor type {type_name!r}", fix=choices)
     return type_name

@@ -91,6 +91,8 @@ def test_overrides():
 @pytest.mark.parametrize(
     ("file_type", "rules", "message"),
     [
+        ("Q4_KM", [], r"no file type 'Q4_KM'\. .*, IQ4_XS; did you mean 'Q4_K_M'\?$"),
+        ("Q4_K_M", [("a", "Q4K")], r"no tensor type 'Q4K'\. .*; did you mean 'Q4_K'\?$"),
         ("Q4_K_X", [], r"no file type 'Q4_K_X'\. Choose from F32, F16"),
         ("Q4_K_M", [("blk.*", "Q9")], r"no tensor type 'Q9'\. Choose from F32"),
         ("Q4_K_M", [("nothing", "Q8_0")], r"no tensor is called 'nothing'"),
