@@ -261,7 +261,7 @@ def test_an_unjudged_throughput_is_listed(pair: Pair, tmp_path: Path) -> None:
         ({"max_kl_mean_nats": "low"}, "max_kl_mean_nats must be a number above 0, not 'low'"),
         ({"max_kl_mean_nats": 0.1}, r"asks about suite 'nll', but both were evaluated on extract"),
         ({"suites": ["schema"]}, r"gate suites asks about suite 'schema'"),
-        ({"min_throughput_ratio": {"decode_batch_1": 1.0}}, "no throughput was measured"),
+        ({"min_throughput_ratio": {"decode_batch_1": 1.0}}, "no throughput of these two models was measured"),
     ],
 )
 def test_gates_on_what_was_not_run_are_errors(pair: Pair, gates: dict[str, Any], words: str) -> None:
