@@ -30,6 +30,7 @@ SOURCES = Path(__file__).with_name("native")
 # No -march=native: one file is right for all CPUs that share a cache folder and get past `native_blocker`.
 FLAGS = ("-std=c++20", "-O2", "-mavx2", "-mfma", "-mf16c", "-fopenmp", "-fno-exceptions", "-fPIC")
 MAX_SECONDS = 300  # for all files together
+BUILD = "build-"  # how folders of builds begin
 MAX_LIBRARIES = 4  # kept in the folder, the latest: several versions may share it
 
 
@@ -88,8 +89,9 @@ def _built() -> tuple[Path, bool]:
     for source in sources:
         digest.update(source.read_bytes())
     folder = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"), "quantkit", "native")
-    library = folder / f"{digest.hexdigest()[:32]}.so"
-    if library.exists():
+    name = digest.hexdigest()[:32]
+    library = _whole(folder, name)
+    if library is not None:
         return library, False
     compiler = shutil.which("g++")
     if compiler is None:
@@ -97,10 +99,13 @@ def _built() -> tuple[Path, bool]:
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if library.exists():
+        library = _whole(folder, name)
+        if library is not None:
             return library, False
+        for left in folder.glob(f"{BUILD}*"):  # by a build that was killed
+            shutil.rmtree(left, ignore_errors=True)
         start = time.perf_counter()
-        _compile(compiler, [source for source in sources if source.suffix == ".cpp"], library)
+        library = _compile(compiler, [source for source in sources if source.suffix == ".cpp"], folder, name)
         logger.warning("compiled %s in %.1f s", library, time.perf_counter() - start)
         oldest_first = sorted(folder.glob("*.so"), key=lambda path: path.stat().st_mtime_ns)
         for old in oldest_first[:-MAX_LIBRARIES]:  # a process that has loaded it keeps it
@@ -108,17 +113,37 @@ def _built() -> tuple[Path, bool]:
     return library, True
 
 
-def _compile(compiler: str, sources: list[Path], library: Path) -> None:
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        objects = [Path(folder, source.name).with_suffix(".o") for source in sources]
+def _whole(folder: Path, name: str) -> Path | None:
+    """The library of this name whose content is the one that was built; others of the name are removed.
+
+    To load a file that was cut off may end the process, and one of other functions fails at the first call.
+    """
+    for library in folder.glob(f"{name}-*.so"):
+        try:
+            if library == _named(folder, name, library.read_bytes()):
+                return library
+            logger.warning("a library is built again, its content is not what was built: %s", library)
+            library.unlink()
+        except FileNotFoundError:  # another process removed it
+            continue
+    return None
+
+
+def _named(folder: Path, name: str, content: bytes) -> Path:
+    return folder / f"{name}-{hashlib.sha256(content).hexdigest()[:32]}.so"
+
+
+def _compile(compiler: str, sources: list[Path], folder: Path, name: str) -> Path:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=BUILD) as scratch:
+        objects = [Path(scratch, source.name).with_suffix(".o") for source in sources]
         _run(
             [[compiler, *FLAGS, "-c", "-o", str(to), str(source)] for source, to in zip(sources, objects, strict=True)]
         )
-        linked = Path(folder, "linked.so")
+        linked = Path(scratch, "linked.so")
         _run([[compiler, "-shared", "-o", str(linked), *map(str, objects), "-lm"]])
         with linked.open("rb+") as file:
             os.fsync(file.fileno())  # the name must not outlive the content if the machine stops
-        linked.replace(library)
+        return linked.replace(_named(folder, name, linked.read_bytes()))
 
 
 def _run(commands: list[list[str]]) -> None:

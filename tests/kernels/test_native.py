@@ -4,6 +4,7 @@ import ctypes
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,46 @@ def test_a_library_is_built_once_and_anew_for_another_source(cache_folder: Path)
     assert not first.exists()
 
 
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "half": lambda whole: whole[: len(whole) // 2],  # which would end a process that loads it
+    "text": lambda _: b"no library",
+    "a byte": lambda whole: whole[:-1] + bytes([whole[-1] ^ 1]),
+}
+
+
 @needs_native
-def test_a_library_that_does_not_load_is_built_again(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_library_is_built_again(cache_folder: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     library, _ = native_library._built()
-    library.write_bytes(b"\x7fELF, and no more")
+    library.write_bytes(DAMAGES[damage](library.read_bytes()))
+    left = library.with_name("build-that-was-killed")
+    left.mkdir()
     native_library.native_library.cache_clear()
     assert native_library.native_library().one() == 1
-    assert "a library is built again, it does not load: " in caplog.text
+    assert f"a library is built again, its content is not what was built: {library}" in caplog.text
+    assert len(list(library.parent.glob("*.so"))) == 1
+    assert not left.exists()
+
+
+@needs_native
+def test_a_library_that_does_not_load_is_built_again(
+    cache_folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole, and of another machine that shares the folder."""
+    library, _ = native_library._built()
+    load, asked = ctypes.CDLL, []
+
+    def load_second(path: str) -> ctypes.CDLL:
+        asked.append(path)
+        if len(asked) == 1:
+            raise OSError(f"{path}: version GLIBC_9 not found")
+        return load(path)
+
+    monkeypatch.setattr(native_library.ctypes, "CDLL", load_second)
+    native_library.native_library.cache_clear()
+    assert native_library.native_library().one() == 1
+    assert f"a library is built again, it does not load: {library}" in caplog.text
 
 
 def test_compilers_share_their_time_and_none_outlives_the_build(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,8 @@ def param_of(error: Exception) -> str | None:
     """The field of a request that an exception is about: it says so, or its message begins with the name."""
     if isinstance(error, FieldError):
         return error.param
+    if isinstance(error, ModelNotFoundError):
+        return "model"
     word = first_word(error)
     known = CompletionRequest.model_fields.keys() | ChatRequest.model_fields.keys()
     return word if isinstance(error, UsageError) and word in known else None

@@ -5,6 +5,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 
 from quantkit.errors import UsageError
+from quantkit.serve.http.fields import FieldError, about
 from quantkit.serve.http.protocol_chat import ChatMessage
 from quantkit.serve.http.protocol_sampling import Strict
 from quantkit.serve.http.service import Service
@@ -36,11 +37,13 @@ async def tokenize(body: TokenizeRequest, request: Request) -> dict[str, Any]:
     if (body.prompt is None) == (body.messages is None):
         raise UsageError("give either prompt or messages")
     if body.prompt is not None:
-        tokens = await service.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
+        with about("prompt"):
+            tokens = await service.tokenize(body.prompt, add_special_tokens=body.add_special_tokens is not False)
     else:
         if body.add_special_tokens is not None:
-            raise UsageError("add_special_tokens belongs to prompt; a chat template has its own")
-        tokens = await service.render([message.for_template() for message in body.messages or ()], None)
+            raise FieldError("add_special_tokens", "add_special_tokens belongs to prompt; a chat template has its own")
+        with about("messages"):
+            tokens = await service.render([message.for_template() for message in body.messages or ()], None)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": service.engine.engine.max_model_len}
 
 
@@ -52,5 +55,5 @@ async def detokenize(body: DetokenizeRequest, request: Request) -> dict[str, Any
     vocab_size = service.engine.engine.source.config.vocab_size
     for token_id in body.tokens:
         if not 0 <= token_id < vocab_size:
-            raise UsageError(f"tokens holds {token_id}, the vocabulary has {vocab_size} tokens")
+            raise FieldError("tokens", f"tokens holds {token_id}, the vocabulary has {vocab_size} tokens")
     return {"prompt": await service.detokenize(body.tokens)}

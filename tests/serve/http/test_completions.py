@@ -330,7 +330,9 @@ def function(description: str) -> dict[str, Any]:
         ),
         (CHAT, {**MESSAGES, "audio": {}}, "audio: there is no such field", "audio"),
         ("/tokenize", {}, "give either prompt or messages", None),
-        ("/detokenize", {"tokens": [-1]}, "tokens holds -1", None),
+        ("/tokenize", {"prompt": "\ud800"}, "the prompt is not UTF-8 text", "prompt"),
+        ("/tokenize", {**MESSAGES, "add_special_tokens": True}, "add_special_tokens belongs", "add_special_tokens"),
+        ("/detokenize", {"tokens": [-1]}, "tokens holds -1", "tokens"),
     ],
     ids=lambda value: str(value)[:50],
 )
@@ -362,7 +364,8 @@ def test_numbers_that_json_does_not_know(server: Any) -> None:
 
 
 def test_other_errors(server: Any) -> None:
-    assert server.error(COMPLETIONS, {"model": "gpt", "prompt": "a"}, 404)["code"] == "model_not_found"
+    found = server.error(COMPLETIONS, {"model": "gpt", "prompt": "a"}, 404)
+    assert (found["code"], found["param"]) == ("model_not_found", "model")
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt' here"):
         server.openai.completions.create(model="gpt", prompt="a")
     assert server.http.get("/nowhere").json()["error"]["type"] == "not_found_error"
