@@ -2,11 +2,12 @@
 """Time the standard gate on one checkpoint, suite by suite.
 
     scripts/bench_gate.py MODEL [--items 100] [--structured-items 300] [--windows 0] [--threads N] [--batch-items 64]
-                          [--profile]
+                          [--profile] [--write]
 
 The standard gate asks 300 items of ``extract`` and ``schema``, 100 of every other suite, and scores the whole text of
 ``nll`` (about 20,000 tokens). Smaller numbers give a quick look, and the seconds that the standard numbers would take
-are then a proportion, which the table says. The last line of stdout is one JSON document with machine and versions.
+are then a proportion, which the table says. --write puts the table into docs/GATE.md. The last line of stdout is one
+JSON document with machine and versions.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from marked_page import machine_line, write_between_marks
 from quantkit.gate import engine_config
 from quantkit.serve import Engine
 from quantkit.source import open_source
@@ -71,6 +73,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--batch-items", type=int, default=BATCH_ITEMS, help="items that the model gets at once")
     parser.add_argument("--profile", action="store_true", help="also print where the time goes")
+    parser.add_argument("--write", action="store_true", help="put the table into docs/GATE.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     started = time.perf_counter()
@@ -93,6 +96,12 @@ def main() -> None:
     is_standard = all(watch.items.get(name) == count for name, count in STANDARD.items()) and not options.windows
     what = "measured" if is_standard else "in proportion, of the suites asked"
     print(f"load {load_s:.1f} s, suites {whole:.1f} s; the standard gate {standard:.0f} s ({what}) of {LIMIT_S} s")
+    if options.write:
+        head = f"{Path(options.model).name}; {machine_line(describe_machine())} {options.threads} threads."
+        ended = f"The model was loaded in {load_s:.0f} s; the whole gate took {standard:.0f} s ({what}) of {LIMIT_S}."
+        rows = [f"| `{name}` | {watch.items[name]} | {seconds:.0f} |" for name, seconds in watch.seconds.items()]
+        table = "\n".join([head, ended, "", "| suite | items | seconds |", "|---|---|---|", *rows])
+        write_between_marks("GATE.md", "bench_gate.py", table)
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(SHOWN)
     document = {

@@ -2,14 +2,14 @@
 """Show what the gate catches: a damaged checkpoint, a sound one, and a model against itself.
 
     scripts/show_gate.py MODEL [--items 300] [--windows 0] [--seeds 10] [--seed-items 100] [--layer NAME]
-                         [--factor 1.05] [--max-kl 0.1] [--max-drift 0.001] [--folder DIR] [--write]
+                         [--factor 1.05] [--max-kl 0.1] [--max-drift 0.001] [--recipe w8a8] [--folder DIR] [--write]
 
-MODEL is quantized to W8A8 by rounding to nearest and judged against MODEL on ``extract``, ``schema`` and ``nll``. A
-copy with the scales of one layer multiplied by 1.05 is judged against the records of the sound checkpoint, as a new
-build is against the last release: beside what the quantization itself changes, such damage does not show against
-MODEL. The sound checkpoint asked again, in other batches, is the control. Then MODEL is evaluated twice for each of
-ten seeds of the items, with 64 and with 7 items at a time, and judged against itself. The sound checkpoint has to
-pass, the damaged one must not, and no A/A may fail.
+MODEL is quantized by the recipe, a built-in name or a file, and judged against MODEL on ``extract``, ``schema`` and
+``nll``. A copy with the scales of one layer multiplied by 1.05 is judged against the records of the sound checkpoint,
+as a new build is against the last release: beside what the quantization itself changes, such damage does not show
+against MODEL. The sound checkpoint asked again, in other batches, is the control. Then MODEL is evaluated twice for
+each of ten seeds of the items, with 64 and with 7 items at a time, and judged against itself. The sound checkpoint has
+to pass, the damaged one must not, and no A/A may fail.
 
 The power table says what the suites can detect at the share of flips that was seen. ``--write`` puts the tables into
 docs/GATE.md between its marks, with the machine and the item counts. The exit code is 1 if one of these is not so.
@@ -29,7 +29,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from quantkit import __version__
+from marked_page import machine_line, write_between_marks
 from quantkit.gate import engine_config
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import load_recipe
@@ -42,17 +42,9 @@ from quantkit_eval.machine import describe_machine
 from quantkit_eval.power import power_table
 from quantkit_eval.record_types import Verdict
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "GATE.md"
-BEGIN, END = "<!-- shown: begin -->", "<!-- shown: end -->"
 SUITES = ("extract", "schema")
 MARGINS_PP = {"extract": 5.0, "schema": 5.0}
 LAYER = "model.layers.0.mlp.down_proj"
-RECIPE = """\
-version: 1
-model: {model}
-quantization: {{scheme: W8A8, algorithm: {{name: rtn}}}}
-outputs: [{{format: compressed-tensors, path: {out}}}]
-"""
 
 
 @dataclass
@@ -75,14 +67,16 @@ class Shown:
 
     cases: list[Case] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
+    taken_over: int = 0  # evaluations that an earlier run in the same folder did
 
 
 def make_checkpoints(options: argparse.Namespace, folder: Path) -> dict[str, Path]:
-    """The W8A8 checkpoint, and its copy with one layer's scales multiplied."""
-    sound, damaged = folder / "w8a8", folder / "damaged"
-    recipe = folder / "recipe.yaml"
-    recipe.write_text(RECIPE.format(model=Path(options.model).resolve(), out=sound), encoding="utf-8")
-    quantize_model(load_recipe(recipe), overwrite=True)
+    """The recipe's checkpoint, and its copy with one layer's scales multiplied."""
+    sound, damaged = folder / "sound-checkpoint", folder / "damaged-checkpoint"
+    if not (sound / "quantkit.json").exists():
+        recipe = load_recipe(options.recipe).with_model(str(Path(options.model).resolve()))
+        output = recipe.checkpoints[0].model_copy(update={"path": sound})
+        quantize_model(recipe.model_copy(update={"outputs": (output,)}))
     shutil.rmtree(damaged, ignore_errors=True)
     shutil.copytree(sound, damaged)
     wanted = f"{options.layer}.weight_scale"
@@ -104,6 +98,11 @@ def ask(model: EngineTextModel, suites: dict[str, dict[str, int]], seed: int, ou
     return out
 
 
+def count_records(folder: Path) -> int:
+    """Evaluations that are there before the show begins."""
+    return sum(1 for _ in folder.rglob("result.json"))
+
+
 def open_model(path: str | Path) -> EngineTextModel:
     """The engine as the gate sets it up."""
     source = open_source(path)
@@ -112,7 +111,7 @@ def open_model(path: str | Path) -> EngineTextModel:
 
 def show(options: argparse.Namespace, folder: Path) -> Shown:
     """Judge the two checkpoints and the model against itself."""
-    found, clock = Shown(), time.perf_counter()
+    found, clock = Shown(taken_over=count_records(folder)), time.perf_counter()
 
     def lap(name: str) -> None:
         nonlocal clock
@@ -154,14 +153,14 @@ def show(options: argparse.Namespace, folder: Path) -> Shown:
 def render(options: argparse.Namespace, found: Shown) -> str:
     """The tables as Markdown."""
     machine = describe_machine()
+    earlier = f", beside {found.taken_over} evaluations of an earlier run." if found.taken_over else "."
     about = (
-        f"{Path(options.model).name}, quantkit {__version__}, torch {torch.__version__}, {machine['cpu']}, "
-        f"{torch.get_num_threads()} threads; {options.items} items a suite, {options.seed_items} for each of "
-        f"{options.seeds} seeds; {sum(found.seconds.values()):.0f} s in all."
+        f"{Path(options.model).name}; {machine_line(machine)} {torch.get_num_threads()} threads; {options.items} items "
+        f"a suite, {options.seed_items} for each of {options.seeds} seeds; {sum(found.seconds.values()):.0f} s{earlier}"
     )
     rows = ["| compared | gate | before → after | interval | verdict |", "|---|---|---|---|---|"]
     names = {
-        "sound": "W8A8, rounded to nearest, against the original",
+        "sound": f"`{Path(options.recipe).stem}` against the original",
         "again": "the same checkpoint again, against its own records",
         "damaged": f"its copy, against the same records, scales of `{options.layer}` times {options.factor:g}",
     }
@@ -232,6 +231,7 @@ def main() -> None:
     parser.add_argument("--factor", type=float, default=1.05)
     parser.add_argument("--max-kl", type=float, default=0.1, help="to the original, in nats")
     parser.add_argument("--max-drift", type=float, default=0.001, help="to the sound checkpoint's records, in nats")
+    parser.add_argument("--recipe", default="w8a8", help="of the sound checkpoint: a built-in name or a file")
     parser.add_argument("--folder", type=Path, help="keep checkpoints and records, and take over those that are there")
     parser.add_argument("--write", action="store_true", help="put the tables into docs/GATE.md")
     options = parser.parse_args()
@@ -242,11 +242,7 @@ def main() -> None:
     text = render(options, found)
     print(text)
     if options.write:
-        page = PAGE.read_text(encoding="utf-8")
-        if BEGIN not in page or END not in page:
-            sys.exit(f"{PAGE} has no marks {BEGIN} and {END}")
-        before, _, rest = page.partition(BEGIN)
-        PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{rest.partition(END)[2]}", encoding="utf-8")
+        write_between_marks("GATE.md", "show_gate.py", text)
     wrong = [case.name for case in found.cases if not case.is_as_wanted]
     print(
         json.dumps({"seconds": found.seconds, "not_as_wanted": wrong, "machine": describe_machine()}), file=sys.stderr
