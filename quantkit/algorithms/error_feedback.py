@@ -10,39 +10,55 @@ from quantkit_kernels.dispatch import triton_blocker
 from quantkit_kernels.reference import MAX_BLOCK_SIZE
 
 MAX_DAMP_FRACTION = 1.0
+_INVERTED = 512  # columns of an inverse that are solved at a time
 _STRIP = 16  # columns that are updated one by one; the rest of a block is updated once a strip
 
 
-def factor_inverse(hessian: Tensor, damp_fraction: float) -> tuple[Tensor, float]:
-    """Upper Cholesky factor U of the damped inverse, inverse(H + damp * mean(diag H) * I) = U^T U.
+def factor_inverse(hessian: Tensor, order: Tensor, damp_fraction: float) -> tuple[Tensor, float]:
+    """Upper Cholesky factor U of the damped inverse, inverse(H + damp * mean(diag H) * I) = U^T U, in solving order.
+
+    Beside the Hessian two matrices of its size are in memory at a time: for an input of 6,000 columns each is 288 MB.
 
     Args:
-        hessian: [K, K] float64, symmetric, positive semi-definite up to rounding.
+        hessian: [K, K] float64, symmetric, positive semi-definite up to rounding; not modified.
+        order: [K] the column that is solved first, second, ...
         damp_fraction: first damping; multiplied by ten while the factorization fails, up to 1.
 
     Returns:
-        U [K, K] float32, and the damping fraction that was used.
+        U [K, K] float32, rows and columns in solving order, and the damping fraction that was used.
 
     Raises:
         QuantizationError: not even damping 1 makes the matrix positive definite (it holds NaN or is no second moment).
     """
     mean = float(hessian.diagonal().mean())
+    last_first = order.flip(0)
     tried = damp_fraction
     while tried <= MAX_DAMP_FRACTION:
-        damped = hessian.flip(0, 1)
+        damped = hessian[last_first][:, last_first]
         damped.diagonal().add_(tried * mean)
         # Reversed, the lower factor L of the matrix gives the upper factor of the inverse without forming the inverse:
         # J H J = L L^T  =>  inverse(H) = (J inverse(L) J)^T (J inverse(L) J), and J inverse(L) J is upper triangular.
         lower, failed = torch.linalg.cholesky_ex(damped)
-        if not failed and torch.isfinite(lower).all():
-            identity = torch.eye(len(lower), dtype=lower.dtype, device=lower.device)
-            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
-            return inverse.flip(0, 1).float().contiguous(), tried
+        del damped
+        if not failed and torch.isfinite(lower.diagonal()).all():
+            return _reversed_inverse(lower), tried
         tried = min(tried * 10, MAX_DAMP_FRACTION) if tried < MAX_DAMP_FRACTION else torch.inf
     raise QuantizationError(
         f"the Hessian cannot be factored, even with damp_fraction {MAX_DAMP_FRACTION:g}",
         fix="Calibrate with more varied text",
     )
+
+
+def _reversed_inverse(lower: Tensor) -> Tensor:
+    """J inverse(L) J, [K, K] float32 upper triangular, of a lower triangular L in float64; by column blocks."""
+    columns = len(lower)
+    result = torch.zeros(columns, columns, device=lower.device)
+    for start in range(0, columns, _INVERTED):
+        open_columns, size = columns - start, min(_INVERTED, columns - start)
+        identity = torch.eye(open_columns, size, dtype=lower.dtype, device=lower.device)
+        part = torch.linalg.solve_triangular(lower[start:, start:], identity, upper=False)
+        result[:open_columns, open_columns - size : open_columns] = part.flip(0, 1)
+    return result
 
 
 def solve_columns(

@@ -95,7 +95,7 @@ class _Problem:
 
     def factor(self, damp_fraction: float) -> tuple[Tensor, float]:
         """The factor of the inverse Hessian in solving order, and the damping that it took."""
-        return factor_inverse(self.hessian[self.order][:, self.order], damp_fraction)
+        return factor_inverse(self.hessian, self.order, damp_fraction)
 
     def search(self, grid: str, diagonal: Tensor, factor: Tensor, scale_dtype: torch.dtype) -> Qparams:
         """Scales and zero points by one of the grids of :class:`Options`."""
@@ -244,12 +244,12 @@ def _choose(
     fit = statistics.fit_hessian()
     diagonal = fit.diagonal().clone()
     trial = _Problem.pose(weight, fit, scheme, options.block_size).rows(_TRIAL_ROWS)
-    judge, stages["judged_by"] = statistics.judge()
+    factor, damp_fraction = trial.factor(options.damp_fraction[0])
+    judge, stages["judged_by"] = statistics.judge()  # after the factor, whose work needs the memory
 
     def error(solved: QuantizedWeight) -> float:
         return output_error(trial.weight, solved.dequantize(), judge)
 
-    factor, damp_fraction = trial.factor(options.damp_fraction[0])
     grids = ("diagonal", "pivot") if options.scale_search == "auto" else (options.scale_search,)
     solved = {grid: trial.solve(trial.search(grid, diagonal, factor, scale_dtype), factor) for grid in grids}
     errors = {grid: error(solution) for grid, solution in solved.items()}

@@ -227,7 +227,11 @@ class InputStatistics:
 
 
 def _symmetric(gram: Tensor, num_tokens: int) -> Tensor:
-    """Both triangles in float64, divided by the number of tokens."""
-    full = torch.triu(gram).double()
-    full += torch.triu(full, 1).T.clone()
-    return full.div_(max(num_tokens, 1))
+    """Both triangles in float64, divided by the number of tokens; the lower is written over, tile by tile."""
+    full = gram.double().div_(max(num_tokens, 1))
+    for start in range(0, len(full), _TILE):
+        stop = min(start + _TILE, len(full))
+        tile = full[start:stop, start:stop].triu()
+        full[start:stop, start:stop] = tile + tile.triu(1).T
+        full[stop:, start:stop] = full[start:stop, stop:].T
+    return full

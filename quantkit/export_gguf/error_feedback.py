@@ -135,7 +135,7 @@ def _solve(weight: Tensor, grid: Grid, block_type: BlockType, hessian: Tensor, d
     dead = diagonal <= 0
     hessian[dead, dead] = float(diagonal[~dead].mean()) if bool((~dead).any()) else 1.0
     order = torch.argsort(diagonal, descending=True, stable=True)
-    factor, _ = factor_inverse(hessian[order][:, order], damp_fraction)
+    factor, _ = factor_inverse(hessian, order, damp_fraction)
     return feed_back(weight, grid, block_type, factor, order)
 
 

@@ -16,7 +16,7 @@ class Awq(Section):
 
 
 class SmoothQuant(Section):
-    """Move outliers of the inputs into the weights; alpha is searched for each fold unless it is given."""
+    """Move outliers of the inputs into the weights; the scale is searched, or the formula's with ``alpha``."""
 
     name: Literal["smoothquant"]
     alpha: Annotated[float, Field(ge=0, le=1)] | None = None

@@ -87,7 +87,7 @@ def solve_layer(layer: TunableLinear, original: Tensor, hessian: Tensor) -> None
         return
     hessian[dead, dead] = diagonal[~dead].mean()
     order = torch.argsort(diagonal, descending=True, stable=True)
-    factor, _ = factor_inverse(hessian[order][:, order], DAMP_FRACTION)
+    factor, _ = factor_inverse(hessian, order, DAMP_FRACTION)
     start = layer.start
     target = original.masked_fill(dead, 0.0)
     codes = solve_columns(target, layer.scale(), start.zero_point, factor, order, start.scheme)

@@ -63,7 +63,7 @@ def make_block(out_features: int, size: int, *, symmetric: bool) -> tuple[Tensor
     mixed = torch.randn(4 * size, size, generator=generator) @ torch.randn(size, size, generator=generator)
     scheme = QuantScheme(num_bits=4, group_size=size // 2, symmetric=symmetric)
     scale, zero_point = choose_qparams(weight, scheme, torch.bfloat16)
-    factor, _ = factor_inverse((mixed.T @ mixed).double(), 0.01)
+    factor, _ = factor_inverse((mixed.T @ mixed).double(), torch.arange(size), 0.01)
     return weight, scale, zero_point, factor
 
 

@@ -37,10 +37,15 @@ def _loss(weight: Tensor, quantized: Tensor, x: Tensor) -> float:
     return float(((weight - quantized) @ x.T).square().sum())
 
 
-def test_factor_is_the_upper_factor_of_the_damped_inverse() -> None:
-    hessian = _statistics(_inputs(400, 96)).hessian()
-    factor, used = factor_inverse(hessian, 0.05)
-    damped = hessian + 0.05 * hessian.diagonal().mean() * torch.eye(96, dtype=torch.float64)
+@pytest.mark.parametrize("columns", [96, 640], ids=["at-once", "in-pieces"])
+def test_factor_is_the_upper_factor_of_the_damped_inverse(columns: int) -> None:
+    hessian = _statistics(_inputs(4 * columns, columns)).hessian()
+    order = torch.randperm(columns, generator=torch.Generator().manual_seed(6))
+    before = hessian.clone()
+    factor, used = factor_inverse(hessian, order, 0.05)
+    assert torch.equal(hessian, before)
+    damped = hessian + 0.05 * hessian.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
+    damped = damped[order][:, order]
     assert used == 0.05
     assert torch.equal(factor, torch.triu(factor))
     torch.testing.assert_close(factor.double().T @ factor.double(), torch.linalg.inv(damped), rtol=1e-4, atol=1e-5)
@@ -51,10 +56,10 @@ def test_damping_is_raised_until_the_matrix_can_be_factored_and_recorded() -> No
     statistics = _statistics(x)
     broken = statistics.hessian()
     broken -= 0.03 * broken.diagonal().mean() * torch.eye(64, dtype=torch.float64)  # smallest eigenvalues negative
-    _, used = factor_inverse(broken, 0.001)
+    _, used = factor_inverse(broken, torch.arange(64), 0.001)
     assert used == pytest.approx(0.1)
     with pytest.raises(QuantizationError, match="cannot be factored"):
-        factor_inverse(torch.full((8, 8), torch.nan, dtype=torch.float64), 0.01)
+        factor_inverse(torch.full((8, 8), torch.nan, dtype=torch.float64), torch.arange(8), 0.01)
 
 
 def test_rank_deficient_hessian_is_solved_and_beats_rtn() -> None:
@@ -95,7 +100,7 @@ def test_columns_follow_algorithm_1_of_the_paper(scheme: QuantScheme) -> None:
     order = torch.randperm(64, generator=torch.Generator().manual_seed(5))
     hessian = x.T @ x / 300
     scale, zero_point = choose_qparams(weight, scheme, torch.bfloat16)
-    factor, _ = factor_inverse(hessian[order][:, order], 0.01)
+    factor, _ = factor_inverse(hessian, order, 0.01)
     codes = solve_columns(weight, scale, zero_point, factor, order, scheme, block_size=24)
 
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(64, dtype=torch.float64)
