@@ -78,7 +78,7 @@ def judge_drop(
 
     Pass if the upper bound of the drop is below the limit; fail if it is not and McNemar's test, corrected for the
     number of such gates, says that the drop is no accident; else inconclusive. A baseline that gets no more right than
-    may be lost shows nothing by losing little: then only a candidate that is proven better passes.
+    may be lost shows nothing, whatever the candidate loses: then only one that is proven better passes.
     """
     n, margin = counts.n, max_drop_pp / 100
     low, high = tango_interval(counts.improved, counts.regressed, n, 1 - 2 * alpha)
@@ -86,10 +86,10 @@ def judge_drop(
     candidate = (counts.both + counts.improved) / n if n else None
     difference = (counts.improved - counts.regressed) / n if n else None
     passes = is_non_inferior(counts.improved, counts.regressed, n, margin, alpha)
-    has_nothing_to_lose = baseline is not None and baseline <= margin and low <= 0
-    is_pass = passes and not has_nothing_to_lose
-    verdict: Outcome = "pass" if is_pass else "fail" if p_holm < alpha else "inconclusive"
-    is_empty = has_nothing_to_lose and (passes or verdict == "inconclusive")  # more items would change nothing
+    is_empty = baseline is not None and baseline <= margin and low <= 0  # more items would change nothing
+    verdict: Outcome = (
+        "inconclusive" if is_empty else "pass" if passes else "fail" if p_holm < alpha else "inconclusive"
+    )
     needed = None
     if verdict == "inconclusive" and not is_empty:
         needed = items_needed(counts.improved, counts.regressed, n, margin, alpha)
@@ -126,7 +126,7 @@ def judge_kl(
 ) -> Gate:
     """Upper bound on the mean divergence: pass if the interval ends below the limit, fail if it starts above it.
 
-    With fewer effective windows than ``MIN_CLUSTERS`` there is no interval, so neither can be said.
+    With fewer effective windows than ``MIN_CLUSTERS``, or if hardly any differs from the others, there is no interval.
     """
     estimate = bootstrap_mean(window_means, weights=window_tokens, confidence=1 - 2 * alpha)
     (low, high), limit = estimate.interval, max_kl_mean_nats
@@ -137,6 +137,8 @@ def judge_kl(
         half_width = high - estimate.value if estimate.value <= limit else estimate.value - low
         fewest = math.ceil(MIN_CLUSTERS * estimate.n / effective_clusters(window_tokens) - 1e-9)
         needed = means_needed(estimate.value, half_width, estimate.n, limit, alpha) if known else fewest
+        if needed is not None and needed <= estimate.n:
+            needed = None  # enough windows, but nearly all of them equal: how many would do nobody can tell
     return {
         "name": "nll.kl_mean_nats",
         "suite": "nll",

@@ -91,6 +91,8 @@ def explain_kl(estimate: Estimate, limit: float, verdict: Outcome, needed: int |
         return f"{facts}; {sure(alpha)}, by no more than {told_apart(high, limit, 3)}, and {limit:g} is allowed."
     if verdict == "fail":
         return f"{facts}; {sure(alpha)}, by more than {told_apart(low, limit, 3)}, and only {limit:g} is allowed."
+    if not math.isfinite(high) and needed is None:
+        return f"{facts}, where {limit:g} is allowed, but so few windows differ from the others that nothing is shown."
     if not math.isfinite(high):
         more = f"{MIN_CLUSTERS} or more would"
         if needed is not None and needed > MIN_CLUSTERS:

@@ -173,7 +173,8 @@ def bootstrap_mean(
 
     Returns:
         The weighted mean. The interval of fewer than ``MIN_CLUSTERS`` effective clusters is infinite, of equal
-        clusters a point.
+        clusters a point. Where but one or two clusters differ from all others, the end on their side is infinite: too
+        many draws hold none of them and so have no spread to tell how rare they are.
 
     Raises:
         ValueError: no values, not finite, or weights that do not fit.
@@ -192,13 +193,18 @@ def bootstrap_mean(
     if np.ptp(x) == 0:
         return Estimate(mean, (mean, mean), confidence, int(x.size))
     counts = np.random.default_rng(seed).multinomial(x.size, np.full(x.size, 1 / x.size), size=num_resamples)
+    scale = float(np.abs(x - mean).max()) or float(np.ptp(x))
+    x = (x - mean) / scale  # so that no square is too small or too large for a float
+    centre = float(np.average(x, weights=w))  # 0, but for the rounding of the mean
     means, errors = _mean_and_error(x, w, counts.astype(np.float64))
     _, error = _mean_and_error(x, w, np.ones((1, x.size)))
-    usable = errors > 1e-9 * error[0]  # a draw of one repeated cluster has no spread to studentize by
-    t = (means[usable] - mean) / errors[usable]
+    distance = means - centre
+    t = np.where(np.abs(distance) > 1e-9, np.copysign(math.inf, distance), 0.0)  # of a draw of equal clusters
+    np.divide(distance, errors, out=t, where=errors > 1e-9 * error[0])
     tail = (1 - confidence) / 2
-    low_t, high_t = np.quantile(t, [tail, 1 - tail]) * math.sqrt((effective + 1) / (effective - 1))
-    return Estimate(mean, (mean - float(high_t * error[0]), mean - float(low_t * error[0])), confidence, int(x.size))
+    low_t, high_t = np.quantile(t, tail, method="lower"), np.quantile(t, 1 - tail, method="higher")
+    unit = scale * float(error[0]) * math.sqrt((effective + 1) / (effective - 1))
+    return Estimate(mean, (mean - float(high_t) * unit, mean - float(low_t) * unit), confidence, int(x.size))
 
 
 def effective_clusters(weights: ArrayLike) -> float:
@@ -216,8 +222,10 @@ def _mean_and_error(
     """Weighted mean and its standard error for each row of counts [R, n]."""
     total = counts @ w
     means = counts @ (w * x) / total
-    squares = counts @ (w * w * x * x) - 2 * means * (counts @ (w * w * x)) + means**2 * (counts @ (w * w))
-    return means, np.sqrt(np.maximum(squares, 0.0)) / total
+    deviations = x - means[:, None]  # not multiplied out: where clusters are nearly equal, rounding would be the spread
+    deviations *= w
+    deviations *= deviations
+    return means, np.sqrt(np.einsum("rn,rn->r", counts, deviations)) / total
 
 
 def bootstrap_perplexity(
@@ -232,10 +240,17 @@ def bootstrap_perplexity(
         weights: [n] tokens of each window.
         confidence: two-sided.
         seed: of the bootstrap.
+
+    Returns:
+        Infinite where a float holds no such number: a damaged model gives right tokens thousands of nats.
     """
     mean = bootstrap_mean(nll_nats, weights=weights, confidence=confidence, seed=seed)
-    low, high = (math.exp(end) if end < 700 else math.inf for end in mean.interval)  # e**700 nearly fills a float
-    return Estimate(math.exp(mean.value), (low, high), confidence, mean.n)
+    value, low, high = map(_exp, (mean.value, *mean.interval))
+    return Estimate(value, (low, high), confidence, mean.n)
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf  # e**700 nearly fills a float
 
 
 def median_ratio(baseline: Sequence[float], candidate: Sequence[float], confidence: float = 1 - 2 * ALPHA) -> Estimate:

@@ -91,10 +91,13 @@ def _mean(values: Tensor) -> float:
 def _metric(
     estimate: Estimate, unit: str, direction: Direction, lowest: float = 0.0, highest: float = math.inf
 ) -> Metric:
-    """Of window means, weighted by tokens; few windows have no interval. A value cannot leave [lowest, highest]."""
+    """Of window means, weighted by tokens; few windows have no interval. A value cannot leave [lowest, highest].
+
+    A value that no float holds is left out: likelihood and divergence, which are its logarithm, say how bad it is.
+    """
     interval = estimate.cut_to(lowest, highest)
     return {
-        "value": estimate.value,
+        "value": estimate.value if math.isfinite(estimate.value) else None,
         "n": estimate.n,
         "interval": list(interval) if interval else None,
         "confidence": estimate.confidence if interval else None,

@@ -8,7 +8,7 @@ import pytest
 from quantkit_eval.gates import judge_drop, judge_kl, judge_throughput
 from quantkit_eval.reasons import PairedCounts, told_apart
 from quantkit_eval.record_types import ThroughputBatch
-from quantkit_eval.statistics import MIN_CLUSTERS, bootstrap_mean, mcnemar_p
+from quantkit_eval.statistics import ALPHA, MIN_CLUSTERS, bootstrap_mean, mcnemar_p
 
 
 def drop(both: int, improved: int, regressed: int, n: int, max_drop_pp: float = 5) -> dict[str, object]:
@@ -41,9 +41,17 @@ def test_a_few_windows_decide_nothing(means: list[float], tokens: list[int]) -> 
 
 
 def test_a_divergence_is_never_shown_below_zero() -> None:
-    gate = judge_kl([0.001] * 9 + [0.4], [100] * 10, 0.1)
+    gate = judge_kl([0.001 + 0.0001 * i for i in range(9)] + [0.4], [100] * 10, 0.1)
     assert gate["interval"] is not None
     assert gate["interval"][0] >= 0
+
+
+def test_one_window_beside_equal_ones_passes_nothing() -> None:
+    """Most draws hold no such window, so they say nothing about how much of the text is like it."""
+    gate = judge_kl([0.0] * 20 + [1.0], [100] * 21, 0.1)
+    assert (gate["verdict"], gate["interval"], gate["items_needed"]) == ("inconclusive", None, None)
+    assert gate["reason"].endswith("but so few windows differ from the others that nothing is shown.")
+    assert judge_kl([0.0] * 400 + [1.0] * 8, [100] * 408, 0.1)["verdict"] == "pass"
 
 
 def test_windows_of_a_good_candidate_pass_seldom_when_it_is_not_good() -> None:
@@ -62,6 +70,17 @@ def test_a_baseline_with_nothing_to_lose_passes_nothing(both: int, n: int) -> No
     assert gate["verdict"] == "inconclusive"
     assert gate["items_needed"] is None
     assert "losing all of them would stay within the 5 percentage points" in str(gate["reason"])
+
+
+@pytest.mark.parametrize(
+    ("both", "regressed", "n", "margin_pp"), [(0, 50, 1000, 10), (10, 5, 100, 20), (0, 50, 1000, 5)]
+)
+def test_a_proven_loss_of_what_may_be_lost_fails_nothing(both: int, regressed: int, n: int, margin_pp: float) -> None:
+    counts = PairedCounts(both=both, improved=0, regressed=regressed, n=n)
+    assert counts.p_value < ALPHA
+    gate = judge_drop("extract", "exact", counts, margin_pp, counts.p_value)
+    assert (gate["verdict"], gate["items_needed"]) == ("inconclusive", None)
+    assert f"losing all of them would stay within the {margin_pp} percentage points" in str(gate["reason"])
 
 
 def test_a_candidate_that_is_proven_better_passes_however_bad_the_baseline_was() -> None:

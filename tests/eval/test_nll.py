@@ -247,6 +247,20 @@ def test_scores_that_are_no_log_probabilities_are_refused(
         evaluate(Spoiled(), {"nll": {"text_path": str(tmp_path / "t")}}, 0, tmp_path / "a")
 
 
+def test_a_damaged_model_is_measured_although_no_float_holds_its_perplexity(
+    tmp_path: Path, text_path: str, fake_model: Callable[..., Any]
+) -> None:
+    class Damaged(fake_model):  # type: ignore[misc,valid-type]
+        def score(self, token_ids: Sequence[int]) -> Tensor:
+            return (super().score(token_ids) * 1e6).log_softmax(dim=1)
+
+    options = {"nll": OPTIONS | {"text_path": text_path}}
+    evaluate(fake_model(), options, 0, tmp_path / "a")
+    metrics = evaluate(Damaged(), options, 0, tmp_path / "b", tmp_path / "a")["suites"]["nll"]["metrics"]
+    assert (metrics["perplexity"]["value"], metrics["perplexity_ratio"]["value"]) == (None, None)
+    assert min(metrics["nll_nats"]["value"], metrics["kl_mean_nats"]["value"]) > 1000
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

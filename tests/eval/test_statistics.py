@@ -206,6 +206,39 @@ def test_equal_clusters_give_a_point_and_few_clusters_give_no_end() -> None:
         assert bootstrap_mean(few).interval == (-math.inf, math.inf)
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.3, 2 / 3, -5.0])
+def test_the_bootstrap_does_not_depend_on_where_zero_is(shift: float) -> None:
+    """Clusters that are equal in decimals but not in bits (2/3 of the fields) had a spread of rounding errors."""
+    values = np.array([0.0] * 30 + [1.0] * 4)
+    expected = np.asarray(bootstrap_mean(values).interval) + shift
+    assert bootstrap_mean(values + shift).interval == pytest.approx(tuple(expected), rel=1e-9)
+
+
+@pytest.mark.parametrize("size", [1e-300, 1e-9, 1.0, 1e300])
+def test_the_bootstrap_does_not_depend_on_the_unit(size: float) -> None:
+    values = np.arange(10.0)
+    expected = np.asarray(bootstrap_mean(values).interval) * size
+    assert bootstrap_mean(values * size).interval == pytest.approx(tuple(expected), rel=1e-9, abs=0)
+
+
+def test_one_cluster_beside_equal_ones_has_no_end_on_its_side() -> None:
+    low, high = bootstrap_mean([0.0] * 20 + [1.0]).interval
+    assert math.isfinite(low)
+    assert high == math.inf
+    assert bootstrap_mean([1.0] * 20 + [0.0]).interval[0] == -math.inf
+
+
+def test_few_clusters_that_differ_miss_no_more_than_others() -> None:
+    """Of 60 clusters each is 1 with probability 1/50, else 0: the interval's upper end is seldom below the truth."""
+    rng, draws = np.random.default_rng(11), 400
+    missed = sum(
+        bootstrap_mean(values, num_resamples=499).interval[1] < 1 / 50
+        for values in (rng.random((draws, 60)) < 1 / 50).astype(float)
+        if values.any()
+    )
+    assert missed / draws <= 0.05 + 2 * math.sqrt(0.05 * 0.95 / draws)
+
+
 def test_a_cluster_that_outweighs_all_others_counts_as_one() -> None:
     assert effective_clusters([1.0] * 8) == pytest.approx(8)
     assert effective_clusters([1000.0] + [1.0] * 30) < 1.1
@@ -231,6 +264,11 @@ def test_perplexity_is_the_exponential_of_the_mean_and_of_its_ends() -> None:
     assert ratio.value == pytest.approx(math.exp(mean.value))
     assert ratio.interval == pytest.approx(tuple(math.exp(end) for end in mean.interval))
     assert bootstrap_perplexity([0.5]).interval == (0.0, math.inf)
+
+
+def test_a_perplexity_that_no_float_holds_is_infinite() -> None:
+    """A damaged model gives the right tokens thousands of nats; that is a result, not a reason to stop."""
+    assert bootstrap_perplexity([5000.0 + i for i in range(9)]).value == math.inf
 
 
 def test_median_ratio_covers_the_true_ratio_although_the_machine_drifts() -> None:
