@@ -47,6 +47,17 @@ def test_a_pattern_without_end_is_left(schema: dict[str, Any], output: str, monk
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(
+    ("schema", "value"),
+    [({"multipleOf": 0.5}, 10**400), ({"multipleOf": 0.01}, -(10**309)), ({"format": "regex"}, "a{99999999999999}")],
+)
+def test_a_number_that_is_too_large_to_check_does_not_fit(schema: dict[str, Any], value: Any) -> None:
+    """A model that never stops writes digits."""
+    item = Item("a", "", None, {"properties": {"n": schema}})
+    metrics = measure(item, json.dumps({"n": value}))
+    assert (metrics["parse_ok"], metrics["schema_ok"], metrics["error_keyword"]) == (True, False, "overflow")
+
+
 def test_lines_become_items(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", LINES)
     path.write_text("\ufeff" + path.read_text() + "\n  \n", encoding="utf-8")
@@ -85,6 +96,14 @@ def test_lines_become_items(tmp_path: Path) -> None:
         ('{"prompt": "a", "gold": "b", "max_tokens": 0}', "max_tokens must be a whole number above 0, not 0"),
         ('{"prompt": "a\\ud800", "gold": "b"}', "half of a surrogate pair"),
         ('{"id": "x", "prompt": "a", "gold": "b"}', "the id 'x' stands above already"),
+        ('{"prompt": "a", "gold": {"n": 1e999}}', "a number is too large for a float, such as 1e999"),
+        ('{"prompt": "a", "schema": {"maximum": 1e999}}', "a number is too large for a float, such as 1e999"),
+        ('{"prompt": "a", "gold": ' + "[" * 99_999 + "]" * 99_999 + "}", "nested too deeply to be read"),
+        ('{"prompt": "a", "schema": ' + '{"not": ' * 400 + "{}" + "}" * 401, "nested too deeply to be read"),
+        ('{"prompt": "a", "prompt": "b", "gold": "c"}', "the key 'prompt' stands twice"),
+        ('{"prompt": "a", "gold": {"n": 1, "n": 2}}', "the key 'n' stands twice"),
+        ('{"prompt": "a", "schema": {"type": "string"}}', "only an object or a list is looked for in an answer"),
+        ('{"prompt": "a", "schema": {"type": ["number", "null"]}}', "schema asks for type ['number', 'null'], but"),
     ],
 )  # fmt: skip
 def test_a_wrong_line_is_named_by_its_number(tmp_path: Path, line: str, words: str) -> None:

@@ -155,7 +155,8 @@ def test_what_passes_is_tried_again(fake: FakeServer, trouble: Answer) -> None:
         ((0, None), "failed 3 times in .* s, at last with RemoteProtocolError .*Look whether the server runs"),
         ((200, b"<html>proxy</html>"), "answered '<html>proxy</html>', which is no JSON"),
         ((200, b'{"choices": ['), "which is no JSON"),
-        ((400, {"error": {"message": "too long"}}), r"refuses: 400 Bad Request \(too long\)"),
+        ((400, {"error": {"message": "too long"}}), r"request 'b': .* refuses: 400 Bad Request \(too long\)"),
+        ((200, b"[" * 100_000), "which is no JSON"),
     ],
 )
 def test_what_does_not_pass_is_one_line_and_keeps_what_had_come(fake: FakeServer, answer: Answer, words: str) -> None:
@@ -168,13 +169,60 @@ def test_what_does_not_pass_is_one_line_and_keeps_what_had_come(fake: FakeServer
 
 
 @pytest.mark.parametrize(
-    "answer",
-    [(200, {}), (200, []), (200, {"choices": []}), (200, {"choices": [{"message": {}, "finish_reason": "stop"}]})],
+    ("answer", "words"),
+    [
+        ((200, {}), "no choices"),
+        ((200, []), "no choices"),
+        ((200, None), "no choices"),
+        ((200, {"choices": []}), "no choices"),
+        ((200, {"choices": [None]}), "no choices"),
+        ((200, {"choices": [{"message": {}, "finish_reason": "stop"}]}), "no choices"),
+        (chat("a", finish_reason=None), "finish_reason is None, neither 'stop' nor 'length'"),
+        (chat("a", finish_reason="content_filter"), "finish_reason is 'content_filter'"),
+        (chat([{"type": "text", "text": "a"}]), "content is .*, no text"),  # type: ignore[arg-type]
+        (chat(5), "content is 5, no text"),  # type: ignore[arg-type]
+        (chat("a", prompt_tokens="7"), "prompt_tokens is '7', no number of tokens"),  # type: ignore[arg-type]
+        (chat("a", prompt_tokens=float("inf")), "prompt_tokens is inf"),  # type: ignore[arg-type]
+        (chat("a", prompt_tokens=-1), "prompt_tokens is -1"),
+        (chat("a", structured="x"), "structured is 'x', no object"),
+        (chat("a", structured={"num_forced_tokens": 0.5}), "num_forced_tokens is 0.5"),
+        (chat("a", structured={"legal_mass": float("nan")}), "legal_mass is nan, no probability"),
+        (chat("a", structured={"legal_mass": True}), "legal_mass is True, no probability"),
+        ((200, {"choices": chat("a")[1]["choices"], "usage": [1]}), r"usage is \[1\], no object"),
+    ],
 )
-def test_json_that_is_no_completion_names_the_request(fake: FakeServer, answer: Answer) -> None:
-    fake.paths["/v1/chat/completions"] = lambda body: answer
-    with pytest.raises(ModelOutputError, match="request 'a' got no chat completion"):
-        OpenAIServer(fake.url, limits=QUICK).generate([request("a")])
+def test_json_that_is_no_completion_names_the_request(fake: FakeServer, answer: Answer, words: str) -> None:
+    """And the answers of the others are kept: a single one that is out of order costs no more than itself."""
+    fake.paths["/v1/chat/completions"] = lambda body: answer if "bad" in str(body) else chat("fine")
+    with pytest.raises(TargetError, match=f"request 'b' got no chat completion: .*{words}") as caught:
+        OpenAIServer(fake.url, limits=QUICK).generate([request("a"), request("b", "bad"), request("c")])
+    assert [one.id for one in caught.value.finished] == ["a", "c"]
+
+
+def test_half_a_character_becomes_a_replacement_and_is_no_reason_to_lose_an_evaluation(
+    fake: FakeServer, tmp_path: Path
+) -> None:
+    fake.paths["/v1/chat/completions"] = lambda body: chat("x \ud83d y \ud83d\ude00")  # as JSON escapes
+    evaluate(OpenAIServer(fake.url, limits=QUICK), {"extract": {"num_items": 1}}, 0, tmp_path)
+    assert read_samples(tmp_path / "samples.jsonl")[0]["output"] == "x \ufffd y \U0001f600"
+
+
+@pytest.mark.parametrize("token", [1 << 31, -1, True, 1.0])
+def test_tokens_that_are_none_are_not_believed(fake: FakeServer, token: Any) -> None:
+    fake.paths["/tokenize"] = lambda body: (200, {"tokens": [token] * 7})
+    model = OpenAIServer(fake.url, limits=QUICK)
+    assert model.describe()["template_hash"] == MESSAGES_ONLY
+    with pytest.raises(NotOfferedError, match="does not tokenize"):
+        model.tokenize("abc")
+
+
+def test_what_is_not_implemented_is_not_asked_again(fake: FakeServer) -> None:
+    fake.paths["/tokenize"] = fake.paths["/v1/completions"] = lambda body: (501, {"error": {"message": "no"}})
+    model = OpenAIServer(fake.url, limits=QUICK)
+    assert model.describe()["template_hash"] == MESSAGES_ONLY
+    with pytest.raises(NotOfferedError, match="no log-probabilities"):
+        model.score_tokens([1, 2])
+    assert [path for path, _ in fake.asked].count("/tokenize") == 1
 
 
 def test_a_silent_server_costs_no_more_than_the_total_time(fake: FakeServer) -> None:
@@ -218,6 +266,13 @@ def test_the_model_has_to_be_there(fake: FakeServer) -> None:
     fake.paths["/v1/models"] = lambda body: (200, {"hello": 1})
     with pytest.raises(TargetError, match="gave no list of models"):
         OpenAIServer(fake.url, limits=QUICK)
+    fake.paths["/v1/models"] = lambda body: (200, {"data": []})
+    with pytest.raises(OptionError, match=r"serves no model\. Load one there first"):
+        OpenAIServer(fake.url, limits=QUICK)
+    for name in (None, 3, "", "\ud800", "two\nlines"):
+        fake.paths["/v1/models"] = lambda body, name=name: (200, {"data": [{"id": name}]})  # type: ignore[misc]
+        with pytest.raises(TargetError, match="gave no list of models"):
+            OpenAIServer(fake.url, limits=QUICK)
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ def _causes(metrics: Mapping[str, Any]) -> list[str]:
     causes = []
     if metrics.get("error_keyword") == "timeout":
         causes.append("its schema takes too long to check")
+    elif metrics.get("error_keyword") == "overflow":
+        causes.append("holds a number too large to check")
     elif metrics.get("error_keyword"):
         place = metrics.get("error_path") or "the top"
         causes.append(f"breaks its schema: {metrics['error_keyword']} at {place}")

@@ -89,9 +89,11 @@ def read_items(path: Path) -> list[Item]:
         if not line.strip():
             continue
         try:
-            item = _item(json.loads(line, parse_constant=_refuse_constant), number)
+            item = _item(json.loads(line, parse_constant=_refuse_constant, object_pairs_hook=_object), number)
         except ValueError as error:
             raise OptionError(f"{path}:{number}: {error}") from None
+        except RecursionError:
+            raise OptionError(f"{path}:{number}: nested too deeply to be read") from None
         if item.id in items:
             raise OptionError(f"{path}:{number}: the id {item.id!r} stands above already")
         items[item.id] = item
@@ -112,7 +114,7 @@ def _item(line: Any, number: int) -> Item:
         raise ValueError("needs either prompt or messages")
     if "gold" not in line and "schema" not in line:
         raise ValueError("needs gold (what is right), or schema, or both")
-    _check_encodable(line)
+    _check_writable(line)
     messages = line.get("messages") or [{"role": "user", "content": line["prompt"]}]
     name = line.get("id", f"line-{number:04d}")
     return Item.of_chat(name, messages, line.get("gold"), line.get("schema"), line.get("max_tokens"))
@@ -143,6 +145,12 @@ def _check_schema(value: Any) -> None:
         Draft202012Validator.check_schema(value)
     except SchemaError as error:
         raise ValueError(f"schema is no JSON Schema (Draft 2020-12): {' '.join(error.message.split())[:200]}") from None
+    wanted = value.get("type", "object")
+    if not {"object", "array"}.intersection(wanted if isinstance(wanted, list) else [wanted]):
+        raise ValueError(
+            f"schema asks for type {wanted!r}, but only an object or a list is looked for in an answer; "
+            'put the value into an object, such as {"label": ...}'
+        )
     kinds: tuple[object, ...] = ({}, [], "", 0)
     for sample in kinds:  # references at the top, whatever kind of value is asked for
         if first_error(value, sample) == ("", BROKEN_REFERENCE):
@@ -169,11 +177,23 @@ _CHECKS: Mapping[str, Callable[[Any], None]] = {
 }
 
 
-def _check_encodable(line: Mapping[str, Any]) -> None:
+def _check_writable(line: Mapping[str, Any]) -> None:
+    """Records hold the line: a half character has no UTF-8, and JSON no number that is read as infinite."""
     try:
-        json.dumps(line, ensure_ascii=False).encode()
+        json.dumps(line, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"half of a surrogate pair, {error.object[error.start]!r}, is no text") from None
+    except ValueError:
+        raise ValueError("a number is too large for a float, such as 1e999") from None
+
+
+def _object(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of the file; a key that stands twice would lose one of its values."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"the key {next(name for name in names if names.count(name) > 1)!r} stands twice")
+    return found
 
 
 def _refuse_constant(name: str) -> object:

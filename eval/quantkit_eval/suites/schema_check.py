@@ -16,7 +16,7 @@ FORMATS = ("date", "email", "idn-email", "ipv4", "ipv6", "regex", "time", "uuid"
 _FORMAT_CHECKER = FormatChecker(FORMATS)
 _REGISTRY: Registry[Any] = Registry()  # holds nothing and fetches nothing: a reference leads into its own schema
 TIME_LIMIT_S = 2.0  # of one answer; a pattern like (a+)+$ would take longer than the universe has been there
-TIMEOUT, BROKEN_REFERENCE = "timeout", "$ref"
+TIMEOUT, BROKEN_REFERENCE, TOO_LARGE = "timeout", "$ref", "overflow"
 
 
 class _Timeout(Exception):
@@ -36,7 +36,8 @@ def first_error(schema: Mapping[str, Any], value: object) -> tuple[str, str] | N
     Returns:
         JSON pointer into the value (empty: the value itself) and the keyword of the schema, e.g. ("/age", "minimum").
         ("", "timeout") if a pattern of the schema cannot be matched in ``TIME_LIMIT_S``, ("", "$ref") if a reference
-        leads nowhere or into itself: what cannot be shown to fit does not fit.
+        leads nowhere or into itself, ("", "overflow") if a number of the value is too large for the check: what cannot
+        be shown to fit does not fit.
     """
     validator = Draft202012Validator(schema, format_checker=_FORMAT_CHECKER, registry=_REGISTRY)
     try:
@@ -49,6 +50,8 @@ def first_error(schema: Mapping[str, Any], value: object) -> tuple[str, str] | N
         return "", TIMEOUT
     except (Unresolvable, RecursionError):
         return "", BROKEN_REFERENCE
+    except OverflowError:  # multipleOf of an integer that no float holds, a regex with too many repetitions
+        return "", TOO_LARGE
     return min(found)[1:] if found else None
 
 

@@ -11,7 +11,7 @@ import httpx
 
 from quantkit_eval.errors import OptionError, TargetError
 
-TOO_MANY_REQUESTS = 429
+TOO_MANY_REQUESTS, NOT_IMPLEMENTED = 429, 501
 LOOK = "Look whether the server runs, and whether its URL ends as it should, mostly in /v1"
 LONGEST_WAIT_S = 30.0  # between two tries, unless the server asks for more
 
@@ -24,10 +24,11 @@ class RequestRefusedError(TargetError):
     Args:
         message: as in `TargetError`.
         status: of the answer.
+        fix: likewise.
     """
 
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, status: int, *, fix: str | None = None) -> None:
+        super().__init__(message, fix=fix)
         self.status = status
 
 
@@ -39,7 +40,7 @@ class RequestLimits:
         concurrency: requests at a time.
         timeout_s: that a server may be silent before a try counts as failed.
         total_timeout_s: that one request may take, all tries and waits together.
-        max_retries: tries after the first one: after 429, 5xx, a broken connection or silence.
+        max_retries: tries after the first one: after 429, 5xx but 501, a broken connection or silence.
         first_wait_s: before the second try; it doubles with each, and a Retry-After of the server goes before.
 
     Raises:
@@ -83,7 +84,7 @@ class HttpRequests:
             max_retries: in place of the limits'.
 
         Raises:
-            TargetError: there is none; RequestRefusedError for a status of 300 to 499, but 429.
+            TargetError: there is none; RequestRefusedError for a status of 300 to 499, but 429, and for 501.
         """
         answers, failure = asyncio.run(self._ask("GET", url, [None], max_retries))
         if failure is not None:
@@ -97,17 +98,29 @@ class HttpRequests:
             raise failure
         return answers[0]
 
-    def post_all(self, url: str, bodies: Sequence[Mapping[str, Any]]) -> tuple[list[Json | None], TargetError | None]:
+    def post_all(
+        self, url: str, bodies: Sequence[Mapping[str, Any]], names: Sequence[str] = ()
+    ) -> tuple[list[Json | None], TargetError | None]:
         """The answers to many requests, some at a time.
+
+        Args:
+            url: for all of them.
+            bodies: of the requests.
+            names: of the requests; a refusal says whose it is.
 
         Returns:
             Their answers in their order, and None; or, if one failed for good, those that had come until then with
             None for the others, and what went wrong.
         """
-        return asyncio.run(self._ask("POST", url, bodies, None))
+        return asyncio.run(self._ask("POST", url, bodies, None, names))
 
     async def _ask(
-        self, method: str, url: str, bodies: Sequence[Mapping[str, Any] | None], max_retries: int | None
+        self,
+        method: str,
+        url: str,
+        bodies: Sequence[Mapping[str, Any] | None],
+        max_retries: int | None,
+        names: Sequence[str] = (),
     ) -> tuple[list[Json | None], TargetError | None]:
         answers: list[Json | None] = [None] * len(bodies)
         failure: TargetError | None = None
@@ -116,7 +129,11 @@ class HttpRequests:
 
         async def one(index: int) -> None:
             async with turns:
-                answers[index] = await self._until_answered(client, method, url, bodies[index], tries)
+                try:
+                    answers[index] = await self._until_answered(client, method, url, bodies[index], tries)
+                except RequestRefusedError as error:
+                    whose = f"request {names[index]!r}: " if names else ""
+                    raise RequestRefusedError(f"{whose}{error.message}", error.status, fix=error.fix) from None
 
         timeout = httpx.Timeout(self._limits.timeout_s)
         async with httpx.AsyncClient(headers=self._headers, timeout=timeout, verify=self._certificates) as client:
@@ -145,7 +162,7 @@ class HttpRequests:
                         asked = 0.0
                     else:
                         is_reached = True
-                        if response.status_code < 500 and response.status_code != TOO_MANY_REQUESTS:
+                        if not _may_pass(response.status_code):
                             return _document(url, response)
                         trouble = _status(response)
                         asked = _retry_after(response)
@@ -161,14 +178,19 @@ class HttpRequests:
         raise TargetError(f"{url} failed {how_often} with {trouble}", fix=LOOK)
 
 
+def _may_pass(status: int) -> bool:
+    """Whether asking again may help."""
+    return status == TOO_MANY_REQUESTS or (status >= 500 and status != NOT_IMPLEMENTED)
+
+
 def _document(url: str, response: httpx.Response) -> Json:
     """What a server answered that was not out of order."""
     if response.status_code >= 300:  # redirects lead elsewhere; the user should name where
         raise RequestRefusedError(f"{url} refuses: {_status(response)}", response.status_code)
     try:
         return response.json()
-    except ValueError:
-        raise TargetError(f"{url} answered {_short(response.text)!r}, which is no JSON") from None
+    except (ValueError, RecursionError):  # the latter of what is nested without end
+        raise TargetError(f"{url} answered {_short(response.text)!r}, which is no JSON", fix=LOOK) from None
 
 
 def _status(response: httpx.Response) -> str:
@@ -177,7 +199,7 @@ def _status(response: httpx.Response) -> str:
         found = json.loads(response.text)
         error = found.get("error", found)
         message = error.get("message", "") if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         message = ""
     return f"{response.status_code} {response.reason_phrase}" + (f" ({_short(str(message))})" if message else "")
 

@@ -17,6 +17,7 @@ from quantkit_eval.protocol import (
     hash_messages,
     hash_token_ids,
 )
+from quantkit_eval.targets.completion import read_completion
 from quantkit_eval.targets.http_requests import HttpRequests, Json, RequestLimits, RequestRefusedError
 from quantkit_eval.targets.token_logprobs import score_with_echo, score_with_prompt_logprobs
 
@@ -107,17 +108,21 @@ class OpenAIServer:
         """Continue every chat, ``concurrency`` at a time; in the order of the requests.
 
         Raises:
-            TargetError: the server failed; it carries what had come until then.
-            ModelOutputError: an answer is none, or the server renders prompts otherwise than the tokenizer.
+            TargetError: the server failed, or an answer is none; it carries all that are.
+            ModelOutputError: the server renders prompts otherwise than the tokenizer.
         """
         prompts = self._prompts([request.messages for request in requests])
         bodies = [self._chat_body(request) for request in requests]
-        answers, failure = self._http.post_all(f"{self.url}/chat/completions", bodies)
-        generations = [
-            self._generation(request, prompt, answer)
-            for request, prompt, answer in zip(requests, prompts, answers, strict=True)
-            if answer is not None
-        ]
+        names = [request.id for request in requests]
+        answers, failure = self._http.post_all(f"{self.url}/chat/completions", bodies, names)
+        generations = []
+        for request, prompt, answer in zip(requests, prompts, answers, strict=True):
+            if answer is None and failure is not None:  # it was not asked any more
+                continue
+            try:
+                generations.append(self._generation(request, prompt, answer))
+            except TargetError as error:
+                failure = failure or error
         if failure is not None:
             raise TargetError(failure.message, fix=failure.fix, finished=generations) from failure
         return generations
@@ -163,14 +168,18 @@ class OpenAIServer:
                 raise OptionError(f"{self.url} lists no models ({error.message})", fix="Give --model") from error
             return {"id": name}
         cards = found.get("data") if isinstance(found, dict) else None
-        if not isinstance(cards, list) or not all(isinstance(card, dict) and "id" in card for card in cards):
+        if not isinstance(cards, list) or not all(
+            isinstance(card, dict) and _is_name(card.get("id")) for card in cards
+        ):
             raise TargetError(f"{self.url}/models gave no list of models", fix="Is it an OpenAI-compatible server?")
         names = [str(card["id"]) for card in cards]
         if name is None and len(names) == 1:
             return dict(cards[0])
         if name not in names:
+            if not names:
+                raise OptionError(f"{self.url} serves no model", fix="Load one there first")
             wrong = "serves several models" if name is None else f"serves no model {name!r}"
-            raise OptionError(f"{self.url} {wrong}", fix=f"Choose --model from {', '.join(names) or 'none'}")
+            raise OptionError(f"{self.url} {wrong}", fix=f"Choose --model from {', '.join(names)}")
         return dict(cards[names.index(name)])
 
     def _find_version(self) -> str | None:
@@ -228,18 +237,13 @@ class OpenAIServer:
 
     def _generation(self, request: GenerationRequest, prompt: Sequence[int] | None, answer: Json) -> Generation:
         try:
-            choice = answer["choices"][0]
-            text = choice["message"]["content"] or ""
-            finish_reason = str(choice["finish_reason"])
-            usage = answer.get("usage") or {}
-            num_prompt_tokens = int(usage.get("prompt_tokens", len(prompt or ())))
-            num_tokens = usage.get("completion_tokens")
-            structured = choice.get("structured") or {}
-        except (KeyError, IndexError, TypeError, AttributeError, ValueError) as error:
-            kind = type(error).__name__
-            raise ModelOutputError(
-                f"{self.url}: request {request.id!r} got no chat completion ({kind} {error})"
+            completion = read_completion(answer, len(prompt or ()))
+        except ValueError as error:
+            raise TargetError(
+                f"{self.url}: request {request.id!r} got no chat completion: {error}",
+                fix="Is it an OpenAI-compatible server? Its log may say more",
             ) from None
+        num_prompt_tokens = completion.num_prompt_tokens
         if prompt is not None and num_prompt_tokens != len(prompt):
             who = "the tokenizer" if self._tokenizer else "its /tokenize"
             raise ModelOutputError(
@@ -248,25 +252,32 @@ class OpenAIServer:
             )
         return Generation(
             id=request.id,
-            text=str(text),
+            text=completion.text,
             token_ids=(),
-            finish_reason=finish_reason,
+            finish_reason=completion.finish_reason,
             prompt_hash=hash_messages(request.messages, num_prompt_tokens)
             if prompt is None
             else hash_token_ids(prompt),
             num_prompt_tokens=num_prompt_tokens,
-            num_counted_tokens=num_tokens,
-            num_forced_tokens=structured.get("num_forced_tokens") if num_tokens is not None else None,
-            legal_mass=structured.get("legal_mass"),
+            num_counted_tokens=completion.num_tokens,
+            num_forced_tokens=completion.num_forced_tokens,
+            legal_mass=completion.legal_mass,
         )
 
 
 def _token_ids(answer: Json) -> list[int] | None:
     """The ``tokens`` of an answer; llama.cpp gives none for a body that it does not know."""
     tokens = answer.get("tokens") if isinstance(answer, dict) else None
-    if not isinstance(tokens, list) or not tokens or not all(isinstance(token, int) for token in tokens):
-        return None
-    return tokens
+    return tokens if isinstance(tokens, list) and tokens and all(map(_is_token_id, tokens)) else None
+
+
+def _is_name(name: object) -> bool:
+    return isinstance(name, str) and bool(name) and name.isprintable()
+
+
+def _is_token_id(token: object) -> bool:
+    """Whether a hash of ids can hold it (`hash_token_ids`)."""
+    return isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 1 << 31
 
 
 def _base_url(url: str) -> str:
