@@ -23,8 +23,7 @@ from quantkit_eval.comparability import Evaluation
 from quantkit_eval.errors import RecordError
 from quantkit_eval.file_lock import hold_records
 from quantkit_eval.machine import describe_machine
-from quantkit_eval.records import RESULT_FILE, SAMPLES_FILE
-from quantkit_eval.reference import REFERENCE_FILE
+from quantkit_eval.records import REFERENCE_FILE, RESULT_FILE, SAMPLES_FILE
 
 KEPT = 16  # entries; the one that was not used for longest goes
 FILES = (SAMPLES_FILE, REFERENCE_FILE, RESULT_FILE)  # the last one makes records of them

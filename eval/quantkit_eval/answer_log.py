@@ -6,6 +6,7 @@ records while they are not complete, and goes when they are.
 
 import hashlib
 import json
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -14,6 +15,8 @@ from typing import Any
 
 from quantkit_eval.errors import RecordError, TargetError
 from quantkit_eval.protocol import Generation, GenerationRequest, Model, check_generations
+
+logger = logging.getLogger(__name__)
 
 ANSWERS_FILE = "answers.partial.jsonl"
 WHO = ("model", "template_hash")  # of describe(): what must be the same for its answers to be the same
@@ -25,7 +28,8 @@ class AnswerLog:
     Args:
         path: of the file; made with the first answer.
         party: ``Model.describe()`` of who answers.
-        resume: go on with the answers in the file, if there is one; otherwise they are dropped.
+        resume: go on with the answers in the file, if there is one; otherwise the first new answer takes their place,
+            and a warning says so.
 
     Raises:
         RecordError: the file cannot be read, or holds answers of another model.
@@ -37,8 +41,8 @@ class AnswerLog:
         self._answers: dict[str, Generation] = {}
         if resume and path.exists():
             self._read()
-        else:
-            path.unlink(missing_ok=True)
+        elif path.exists():
+            logger.warning("%s: answers of an interrupted evaluation; without --resume they are asked for again", path)
 
     def __len__(self) -> int:
         """Answers that it holds."""
@@ -96,14 +100,26 @@ class AnswerLog:
                 entry = json.loads(line)
                 if number > 1:
                     key, token_ids = entry.pop("key"), tuple(entry.pop("token_ids"))
-                    self._answers[key] = Generation(token_ids=token_ids, **entry)
+                    self._answers[key] = _checked(Generation(token_ids=token_ids, **entry))
                     continue
-            except (ValueError, TypeError, KeyError, AttributeError):
+            except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
                 raise RecordError(f"{self.path}:{number}: no answer", fix="Do without --resume") from None
             if entry != self._who:
                 raise RecordError(f"{self.path}: the answers are of another model", fix="Do without --resume")
         if cut_off:
-            self.path.write_text(f"{whole}\n" if whole else "", encoding="utf-8")
+            try:
+                os.truncate(self.path, len(f"{whole}\n".encode()) if whole else 0)
+            except OSError as error:
+                raise RecordError(f"{self.path}: cannot be written ({error.strerror})") from error
+
+
+def _checked(generation: Generation) -> Generation:
+    """Raises ValueError if what stands in the file could not have been answered."""
+    texts = (generation.id, generation.text, generation.finish_reason, generation.prompt_hash)
+    if not all(isinstance(text, str) for text in texts) or not isinstance(generation.num_prompt_tokens, int):
+        raise ValueError("no answer")
+    generation.text.encode()
+    return generation
 
 
 def _key(request: GenerationRequest) -> str:

@@ -9,6 +9,11 @@ from quantkit_eval.protocol import MESSAGES_ONLY, RENDERED_BY_SERVER
 from quantkit_eval.record_types import Load, Party, Result, Sample, SuiteRecord, Throughput
 from quantkit_eval.records import RESULT_FILE, SAMPLES_FILE, read_result, read_samples
 
+SAME_OPTIONS = "Evaluate both with the same options and seed"
+SAME_TEMPLATE = (
+    "Give both models the tokenizer files and the chat template of the original, and evaluate the changed one again"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
@@ -81,13 +86,19 @@ def check_comparable(baseline: Evaluation, candidate: Evaluation) -> None:
         first, second = baseline.result["suites"][suite], candidate.result["suites"][suite]
         _check_equal(f"the options of suite {suite!r}", first["options"], second["options"])
         _check_equal(f"items_hash of suite {suite!r}", first["items_hash"], second["items_hash"])
+        what = f"num_items of suite {suite!r} (windows, where the tokenizer makes them)"
+        _check_equal(what, first["num_items"], second["num_items"])
+        what = f"the primary metric of suite {suite!r}"
+        _check_equal(what, first["primary_metric"], second["primary_metric"])
         for mine, theirs in zip(baseline.samples[suite], candidate.samples[suite], strict=True):
             _check_equal(f"the id of an item of suite {suite!r}", mine["id"], theirs["id"])
             what = f"prompt_hash of {suite} item {mine['id']!r} (made by template and tokenizer)"
-            _check_equal(what, mine["prompt_hash"], theirs["prompt_hash"])
+            _check_equal(what, mine["prompt_hash"], theirs["prompt_hash"], SAME_TEMPLATE)
     if "nll" in baseline.result["suites"] and candidate.measures_divergence():
-        hashes = [side.result["suites"]["nll"].get("reference_sha256") for side in (baseline, candidate)]
-        _check_equal("reference_sha256 of suite 'nll' (so KL is not the one to this baseline)", *hashes)
+        first, second = baseline.result["suites"]["nll"], candidate.result["suites"]["nll"]
+        fix = f"Evaluate the candidate again with --reference {baseline.folder}"
+        what = "reference_sha256 of suite 'nll' (so KL is not the one to this baseline)"
+        _check_equal(what, first.get("reference_sha256"), second.get("reference_sha256"), fix)
 
 
 def check_measured_models(throughput: Throughput, baseline: Evaluation, candidate: Evaluation) -> None:
@@ -116,12 +127,12 @@ def _check_templates(baseline: str, candidate: str) -> None:
     """Where a server rendered the prompts, its template has no hash; what it made of each item has, and is compared."""
     both = (baseline, candidate)
     if RENDERED_BY_SERVER not in both or MESSAGES_ONLY in both:
-        _check_equal("template_hash", baseline, candidate)
+        _check_equal("template_hash", baseline, candidate, SAME_TEMPLATE)
 
 
-def _check_equal(what: str, baseline: object, candidate: object) -> None:
+def _check_equal(what: str, baseline: object, candidate: object, fix: str = SAME_OPTIONS) -> None:
     if baseline != candidate:
         raise IncomparableResults(
             f"the results cannot be compared: {what} is {baseline!r} for the baseline, {candidate!r} for the candidate",
-            fix="Evaluate both with the same options and seed",
+            fix=fix,
         )

@@ -10,8 +10,7 @@ from quantkit_eval.errors import IncomparableResults, OptionError
 from quantkit_eval.gates import Gates, judge_drop, judge_kl, judge_throughput
 from quantkit_eval.pairing import changes, count, flipped, graded_suites, noise_floor, pair_up, primary_metric
 from quantkit_eval.record_types import Gate, NoiseFloor, Outcome, Throughput, Unjudged, Verdict
-from quantkit_eval.records import SCHEMA_VERSION, read_throughput, utc_now
-from quantkit_eval.reference import REFERENCE_FILE
+from quantkit_eval.records import REFERENCE_FILE, SCHEMA_VERSION, read_throughput, utc_now
 from quantkit_eval.statistics import ALPHA, holm
 
 EXIT_CODES: dict[Outcome, int] = {"pass": 0, "fail": 3, "inconclusive": 4}

@@ -13,6 +13,7 @@ from quantkit_eval.machine import describe_machine
 from quantkit_eval.protocol import LoadTarget, Model
 from quantkit_eval.record_types import Result, Sample, SuiteRecord
 from quantkit_eval.records import (
+    REFERENCE_FILE,
     RESULT_FILE,
     SAMPLES_FILE,
     SCHEMA_VERSION,
@@ -21,7 +22,7 @@ from quantkit_eval.records import (
     write_result,
     write_samples,
 )
-from quantkit_eval.reference import REFERENCE_FILE, Reference
+from quantkit_eval.reference import Reference
 from quantkit_eval.suites import BATCH_ITEMS, Progress, Suite, SuiteRun, load_suite
 from quantkit_eval.suites.item_counts import count_items
 

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import ValidationError
 
-from quantkit_eval.errors import RecordError
+from quantkit_eval.errors import OptionError, RecordError
 from quantkit_eval.record_types import Comparison, Load, Result, Sample, Throughput, Verdict
 
 SCHEMA_VERSION = 1
@@ -26,8 +26,18 @@ RESULT_FILE = "result.json"
 THROUGHPUT_FILE = "throughput.json"
 LOAD_FILE = "load.json"
 VERDICT_FILE = "verdict.json"
+REFERENCE_FILE = "nll.safetensors"
+RECORD_FILES = (RESULT_FILE, SAMPLES_FILE, REFERENCE_FILE)  # of an evaluation
 
 Kind = Literal["sample", "result", "throughput", "load", "verdict", "comparison"]
+AGAIN: dict[Kind, str] = {  # how a record is made that is missing or damaged
+    "sample": "Evaluate the model again",
+    "result": "Evaluate the model again",
+    "throughput": "Measure it with `quantkit bench BASELINE CANDIDATE -o FILE`",
+    "load": "Measure it with `quantkit bench BASELINE CANDIDATE... --contexts N -o FILE`",
+    "verdict": "Write it with `quantkit compare -o FILE`",
+    "comparison": "Write it with `quantkit compare -o FILE`",
+}
 
 
 def utc_now() -> str:
@@ -55,7 +65,9 @@ def validate(record: object, kind: Kind, where: str) -> None:
     """
     problems = sorted(schema_validator(kind).iter_errors(record), key=_depth)
     if problems:
-        raise RecordError(f"{where}: {_pointer(problems[0])}: {_shorten(problems[0].message)}")
+        problem = problems[0]
+        found = f", not {problem.instance!r}" if problem.validator == "const" else ""  # its message leaves it out
+        raise RecordError(f"{where}: {_pointer(problem)}: {_shorten(problem.message + found)}", fix=_fix(problem, kind))
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> str:
@@ -81,7 +93,7 @@ def read_samples(path: Path, sha256: str | None = None) -> list[Sample]:
     Raises:
         RecordError: the file is missing or another one, or a line is no JSON, does not fit the schema or repeats an id.
     """
-    text = _read_text(path)
+    text = _read_text(path, "sample")
     found = hashlib.sha256(text.encode()).hexdigest()
     if sha256 not in (None, found):
         raise RecordError(
@@ -91,7 +103,7 @@ def read_samples(path: Path, sha256: str | None = None) -> list[Sample]:
     lines = text.split("\n")
     if lines.pop():
         raise RecordError(f"{path}:{len(lines) + 1}: the last line is cut off", fix="Evaluate the model again")
-    samples = [cast(Sample, _loads(line, f"{path}:{i}")) for i, line in enumerate(lines, start=1)]
+    samples = [cast(Sample, _loads(line, f"{path}:{i}", "sample")) for i, line in enumerate(lines, start=1)]
     _check_samples(samples, path)
     return samples
 
@@ -177,6 +189,26 @@ def check_writable(path: Path) -> None:
         raise RecordError(f"{path}: cannot be written ({folder} is read-only)", fix="Name another place")
 
 
+def check_outputs(outputs: Iterable[Path], inputs: Iterable[Path] = ()) -> None:
+    """Refuse before the work files that could not be written after it, and those that would destroy something.
+
+    Args:
+        outputs: files that a command is to write; they may lie in folders that it reads.
+        inputs: files that it reads, whether they exist or not.
+
+    Raises:
+        RecordError: a file cannot be written.
+        OptionError: two outputs are one file, or an output is an input.
+    """
+    wanted, read = list(outputs), [path.resolve() for path in inputs]
+    for index, path in enumerate(wanted):
+        check_writable(path)
+        if path.resolve() in read:
+            raise OptionError(f"{path} is read by this command and would be overwritten", fix="Name another file")
+        if path.resolve() in (other.resolve() for other in wanted[:index]):
+            raise OptionError(f"{path} is named for two outputs", fix="Name a file for each")
+
+
 def _write_document(path: Path, record: Mapping[str, Any], kind: Kind) -> None:
     text = _dumps(record, str(path), indent=2)  # first: NaN has no pointer of its own in the schema
     validate(record, kind, str(path))
@@ -184,7 +216,7 @@ def _write_document(path: Path, record: Mapping[str, Any], kind: Kind) -> None:
 
 
 def _read_document(path: Path, kind: Kind) -> object:
-    record = _loads(_read_text(path), str(path))
+    record = _loads(_read_text(path, kind), str(path), kind)
     validate(record, kind, str(path))
     return record
 
@@ -199,20 +231,23 @@ def _check_samples(samples: list[Sample], path: Path) -> None:
             raise RecordError(f"{path}:{i}: /id: {item!r} of suite {suite!r} is already in line {first}")
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path, kind: Kind) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise RecordError(f"{path}: no such file", fix="Evaluate the model first") from None
+        raise RecordError(f"{path}: no such file", fix=AGAIN[kind].removesuffix(" again")) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{path}: cannot be read ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) else f"no UTF-8, byte {error.start}"
+        raise RecordError(f"{path}: cannot be read ({reason})", fix=AGAIN[kind]) from error
 
 
-def _loads(text: str, where: str) -> object:
+def _loads(text: str, where: str, kind: Kind) -> object:
     try:
         return json.loads(text, parse_constant=_refuse_constant)
     except ValueError as error:
-        raise RecordError(f"{where}: no JSON ({error})") from None
+        raise RecordError(f"{where}: no JSON ({error})", fix=AGAIN[kind]) from None
+    except RecursionError:
+        raise RecordError(f"{where}: no JSON that can be read (nested too deeply)", fix=AGAIN[kind]) from None
 
 
 def _dumps(record: Mapping[str, Any], where: str, indent: int | None = None) -> str:
@@ -235,6 +270,12 @@ def _depth(problem: ValidationError) -> tuple[int, list[str]]:
 def _pointer(problem: ValidationError) -> str:
     parts = (str(part).replace("~", "~0").replace("/", "~1") for part in problem.absolute_path)
     return "".join(f"/{part}" for part in parts) or "/"
+
+
+def _fix(problem: ValidationError, kind: Kind) -> str | None:
+    """Of a record of another version; of others the message says all: a caller's mistake, or a file that was edited."""
+    of_version = list(problem.absolute_path) == ["schema_version"]
+    return f"It is of another version of quantkit. {AGAIN[kind]}" if of_version else None
 
 
 def _shorten(message: str, limit: int = 200) -> str:

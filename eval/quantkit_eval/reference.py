@@ -22,9 +22,8 @@ from torch import Tensor
 
 from quantkit_eval.errors import RecordError, ReferenceMismatch
 from quantkit_eval.protocol import hash_token_ids
-from quantkit_eval.records import write_atomically
+from quantkit_eval.records import REFERENCE_FILE, write_atomically
 
-REFERENCE_FILE = "nll.safetensors"
 REFERENCE_VERSION = 1
 METADATA_KEY = "quantkit_reference"  # one key: safetensors writes several in an order that changes from run to run
 FIELDS = ("top_ids", "top_log_probs", "rest_log_probs", "tail_ids", "tail_log_probs", "nll_nats", "argmax")

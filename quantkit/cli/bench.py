@@ -95,10 +95,9 @@ def bench_command(
         for is_given, option in ((qps, "--qps"), (html, "--html"), (len(models) > 2, "several candidates")):
             if is_given:
                 raise click.UsageError(f"{option} needs --contexts: the lengths of the prompts")
-    from quantkit_eval.records import check_writable
+    from quantkit_eval.records import check_outputs
 
-    for path in filter(None, (output, html)):
-        check_writable(path)
+    check_outputs(filter(None, (output, html)), (path for model in models for path in Path(model).glob("*")))
     if contexts is None:
         _throughput(models, batches or BATCHES, new_tokens or 64, repeats, output, device, as_json)
         return

@@ -50,10 +50,11 @@ def compare_command(
     if html and len(candidates) == 1:
         raise click.UsageError("--html is of several candidates; for one, `quantkit report` writes the page")
     from quantkit.recipe import load_recipe
-    from quantkit_eval.records import check_writable
+    from quantkit_eval.records import RECORD_FILES, check_outputs
 
-    for path in filter(None, (output, html)):
-        check_writable(path)
+    folders = filter(None, (baseline, *candidates, control))
+    records = [folder / name for folder in folders for name in RECORD_FILES]
+    check_outputs(filter(None, (output, html)), [*records, Path(recipe), *filter(None, (throughput,))])
     gates = load_recipe(recipe).gates
     limits = gates.limits
     _note_other_numbers(gates.num_items, baseline)

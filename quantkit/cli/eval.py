@@ -11,6 +11,7 @@ from quantkit.cli.device import device_option
 from quantkit.cli.eval_server import open_server, refuse_server_options, server_options
 from quantkit.cli.eval_tasks import TASK_OPTIONS, add_tasks, task_options
 from quantkit.cli.group import if_interrupted
+from quantkit.cli.number_range import NumberRange
 from quantkit.cli.output import emit, json_option, metric_lines
 from quantkit.cli.progress import Progress, show_progress
 from quantkit.cli.tables import power_lines
@@ -39,7 +40,7 @@ RECORDS = click.Path(file_okay=False, path_type=Path)
 @click.option("--power", is_flag=True, help="Evaluate nothing: say what the gates of the recipe can detect.")
 @click.option(
     "--discordance",
-    type=click.FloatRange(0, 1, min_open=True),
+    type=NumberRange(0, 1, min_open=True),
     help="With --power: share of items that will flip either way.  [default: 0.05, 0.1 and 0.2]",
 )
 @task_options

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from quantkit.cli.number_range import NumberRange
 from quantkit.errors import UsageError
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ SERVER_OPTIONS = {
     ),
     "request_timeout": click.option(
         "--request-timeout",
-        type=click.FloatRange(0, min_open=True),
+        type=NumberRange(0, min_open=True),
         help="Of a URL: seconds that one request may take, all its tries together.  [default: 600]",
     ),
 }

@@ -34,13 +34,15 @@ def report_command(
     """
     from quantkit.source import open_source
     from quantkit_eval.errors import RecordError
-    from quantkit_eval.records import check_writable
+    from quantkit_eval.records import LOAD_FILE, RECORD_FILES, THROUGHPUT_FILE, VERDICT_FILE, check_outputs
     from quantkit_eval.report import load_report_input, write_report
 
     if not (html or junit or markdown):
         html, junit, markdown = run_folder / "report.html", run_folder / "junit.xml", run_folder / "report.md"
-    for path in filter(None, (html, junit, markdown)):
-        check_writable(path)
+    records = [run_folder / side / name for side in ("baseline", "candidate") for name in RECORD_FILES]
+    files = [run_folder / name for name in (VERDICT_FILE, THROUGHPUT_FILE, LOAD_FILE)]
+    weights = checkpoint.iterdir() if checkpoint and checkpoint.is_dir() else ()
+    check_outputs(filter(None, (html, junit, markdown)), [*records, *files, *weights])
     if not run_folder.is_dir():
         raise RecordError(f"no such folder: {run_folder}", fix="Give the folder `records` of `quantkit run`")
     fingerprint = open_source(checkpoint).fingerprint() if checkpoint else None

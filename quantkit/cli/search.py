@@ -7,6 +7,7 @@ import click
 
 from quantkit.cli.device import device_option
 from quantkit.cli.group import if_interrupted
+from quantkit.cli.number_range import NumberRange
 from quantkit.cli.output import emit, json_option, size, table
 from quantkit.cli.progress import show_progress
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 @click.option("--overwrite", is_flag=True, help="Replace the search in its folder, and reports.")
 @click.option(
     "--budget-minutes",
-    type=click.FloatRange(0, min_open=True),
+    type=NumberRange(0, min_open=True),
     help="Begin no trial after so many minutes, in place of the recipe's.",
 )
 @click.option("--jobs", type=click.IntRange(1, 64), default=1, show_default=True, help="Trials at the same time.")

@@ -11,6 +11,7 @@ import click
 
 from quantkit.cli.device import device_option
 from quantkit.cli.group import Terminated
+from quantkit.cli.number_range import NumberRange
 
 if TYPE_CHECKING:
     import uvicorn
@@ -53,7 +54,7 @@ COUNT = click.IntRange(min=1)
 )
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of requests without one.")
 @click.option("--max-body-bytes", type=COUNT, default=4 * 2**20, show_default=True, help="Largest request.")
-@click.option("--drain-seconds", type=click.FloatRange(min=0), default=30.0, show_default=True,
+@click.option("--drain-seconds", type=NumberRange(min=0), default=30.0, show_default=True,
               help="Time that requests have to end after SIGTERM.")  # fmt: skip
 def serve_command(
     model: str,

@@ -1,5 +1,6 @@
 """What an interrupted evaluation leaves, and when the next one may go on with it."""
 
+import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,10 +40,25 @@ def test_only_what_is_missing_is_asked(interrupted: Path, tmp_path: Path, fake_m
     assert (interrupted / "samples.jsonl").read_bytes() == (tmp_path / "whole" / "samples.jsonl").read_bytes()
 
 
-def test_without_resume_everything_is_asked_again(interrupted: Path, fake_model: Callable[..., Any]) -> None:
+def test_without_resume_everything_is_asked_again(
+    interrupted: Path, fake_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
+) -> None:
     asked: list[str] = []
     evaluate(fake_model(lambda r: asked.append(r.id) or "{}"), SUITES, 0, interrupted, keep_answers=True)
     assert len(asked) == 10
+    assert "partial.jsonl: answers of an interrupted evaluation; without --resume" in caplog.text
+
+
+def test_who_forgot_to_resume_loses_nothing_before_the_first_answer(
+    interrupted: Path, fake_model: Callable[..., Any]
+) -> None:
+    class Gone(fake_model):  # type: ignore[misc,valid-type]
+        def generate(self, requests: Sequence[GenerationRequest]) -> list[Generation]:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluate(Gone(), SUITES, 0, interrupted, keep_answers=True)
+    assert len(AnswerLog(interrupted / "answers.partial.jsonl", fake_model().describe(), resume=True)) == 8
 
 
 def test_answers_to_other_questions_do_not_count(interrupted: Path, fake_model: Callable[..., Any]) -> None:
@@ -58,7 +74,21 @@ def test_answers_of_another_model_are_refused(interrupted: Path, fake_model: Cal
     assert (interrupted / "answers.partial.jsonl").exists()
 
 
-@pytest.mark.parametrize("line", ["{}", "[]", '{"key": "a", "token_ids": [], "surprise": 1}', "no json"])
+ANSWER = {"id": "a", "text": "b", "finish_reason": "stop", "prompt_hash": "c", "num_prompt_tokens": 1}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{}",
+        "[]",
+        '{"key": "a", "token_ids": [], "surprise": 1}',
+        "no json",
+        "[" * 100_000,
+        json.dumps({"key": "a", "token_ids": [], **ANSWER, "text": 5}),
+        json.dumps({"key": "a", "token_ids": [], **ANSWER, "text": "\ud800"}),
+    ],
+)
 def test_a_damaged_line_is_named(interrupted: Path, fake_model: Callable[..., Any], line: str) -> None:
     path = interrupted / "answers.partial.jsonl"
     lines = path.read_text().splitlines()

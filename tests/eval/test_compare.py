@@ -283,7 +283,7 @@ def test_a_throughput_of_other_models_is_refused(pair: Pair, tmp_path: Path) -> 
 
 
 def test_results_of_another_template_are_refused(pair: Pair) -> None:
-    with pytest.raises(IncomparableResults, match="template_hash is '"):
+    with pytest.raises(IncomparableResults, match=r"template_hash is '.*Give both models the tokenizer files and"):
         compare(*pair(template="[{}]"), {})
 
 
@@ -310,7 +310,11 @@ def edit_samples(folder: Path, change: Callable[[list[dict[str, Any]]], None]) -
         (lambda r: r.update(sampling={"temperature": 0.7, "top_p": 1.0}), "sampling is"),
         (lambda r: r["suites"]["extract"].update(items_hash="1" * 64), "items_hash of suite 'extract' is"),
         (lambda r: r["suites"]["extract"]["options"].update(max_tokens=9), "the options of suite 'extract' is"),
-        (lambda r: r["suites"]["nll"].update(reference_sha256="1" * 64), "reference_sha256 of suite 'nll'"),
+        (lambda r: r["suites"]["nll"].update(reference_sha256="1" * 64), "reference_sha256 .* with --reference .*"),
+        (
+            lambda r: r["suites"]["extract"].update(primary_metric="parse_ok"),
+            "primary metric .* is 'exact' for",
+        ),
     ],
 )
 def test_results_that_differ_in_what_they_rest_on_are_refused(
@@ -328,6 +332,15 @@ def test_another_prompt_is_named_with_its_item(pair: Pair) -> None:
     baseline, candidate = pair(num_items=8)
     edit_samples(candidate, lambda samples: samples[3].update(prompt_hash="2" * 64))
     with pytest.raises(IncomparableResults, match=r"prompt_hash of extract item '\w+-0003' .* and?.*2222"):
+        compare(baseline, candidate, {})
+
+
+def test_another_number_of_windows_is_refused(pair: Pair) -> None:
+    """Where tokenizers agree on all windows but one that is too short to be one, items_hash is the same."""
+    baseline, candidate = pair(num_items=8)
+    edit_samples(candidate, lambda samples: samples.pop())
+    edit_result(candidate, lambda r: r["suites"]["nll"].update(num_items=r["suites"]["nll"]["num_items"] - 1))
+    with pytest.raises(IncomparableResults, match="num_items of suite 'nll'"):
         compare(baseline, candidate, {})
 
 

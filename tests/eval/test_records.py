@@ -195,6 +195,34 @@ def test_damaged_samples_are_one_line_errors(tmp_path: Path, content: bytes | No
     assert isinstance(caught.value, EvalError)
 
 
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, r"no such file\. Evaluate the model$"),
+        (b"\xff", r"cannot be read \(no UTF-8, byte 0\)\. Evaluate the model again"),
+        (b"[" * 100_000, r"no JSON that can be read \(nested too deeply\)\. Evaluate the model again"),
+        (b"{", r"no JSON \(.*\)\. Evaluate the model again"),
+        (b'{"schema_version": 99}', "/schema_version: 1 was expected, not 99. It is of another version of quantkit"),
+    ],
+)
+def test_a_damaged_result_says_what_it_is_and_what_helps(tmp_path: Path, content: bytes | None, words: str) -> None:
+    if content is not None:
+        (tmp_path / "result.json").write_bytes(content)
+    with pytest.raises(RecordError, match=words) as caught:
+        records.read_result(tmp_path / "result.json")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_speed_is_measured_and_not_evaluated(tmp_path: Path) -> None:
+    for read, command in (
+        (records.read_throughput, "quantkit bench BASELINE CANDIDATE -o"),
+        (records.read_load, "--contexts"),
+        (records.read_verdict, "quantkit compare -o"),
+    ):
+        with pytest.raises(RecordError, match=f"no such file.*{command}"):
+            read(tmp_path / "x.json")
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "result.json"
     records.write_result(path, result())  # type: ignore[arg-type]
@@ -252,7 +280,7 @@ def test_an_exit_code_that_does_not_fit_the_verdict_is_refused() -> None:
         "baseline": party,
         "candidate": party,
     }
-    with pytest.raises(RecordError, match=r"here: /exit_code: 3 was expected"):
+    with pytest.raises(RecordError, match=r"here: /exit_code: 3 was expected, not 0"):
         records.validate(verdict, "verdict", "here")
     records.validate(verdict | {"exit_code": 3}, "verdict", "here")
 

@@ -180,6 +180,50 @@ def test_compare_and_report_look_at_their_paths_first(workplace: Path) -> None:
     assert "self.yaml/r.html: cannot be written" in written.stderr
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "compare a b -r self.yaml -o a/samples.jsonl",
+        "compare a b -r self.yaml -o ./b/../b/result.json",
+        "compare a b -r self.yaml --control c -o c/nll.safetensors",
+        "compare a b -r self.yaml --throughput t.json -o t.json",
+        "compare a b c -r self.yaml --html self.yaml",
+        "report run --html run/verdict.json",
+        "report run --markdown run/candidate/samples.jsonl",
+        "report run --checkpoint a --junit a/result.json",
+        "bench a b --contexts 8 --html b/result.json",
+    ],
+)
+def test_no_output_takes_the_place_of_what_is_read(workplace: Path, arguments: str) -> None:
+    for name in ("a", "b", "c", "run/baseline", "run/candidate"):
+        (workplace / name).mkdir(parents=True)
+        for record in ("result.json", "samples.jsonl", "nll.safetensors"):
+            (workplace / name / record).write_text(name)
+    before = {path: path.read_bytes() for path in workplace.rglob("*") if path.is_file()}
+    result = invoke(*arguments.split())
+    assert result.exit_code == 2
+    assert (
+        f"{arguments.split()[-1].removeprefix('./')} is read by this command and would be overwritten" in result.stderr
+    )
+    assert before == {path: path.read_bytes() for path in workplace.rglob("*") if path.is_file()}
+
+
+def test_two_outputs_are_two_files(workplace: Path) -> None:
+    for arguments in ("compare a b c -r self.yaml -o x --html ./x", "report run --html x --junit x"):
+        result = invoke(*arguments.split())
+        assert (result.exit_code, result.stderr) == (2, "quantkit: x is named for two outputs. Name a file for each\n")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    ["eval --power --discordance nan", "eval http://127.0.0.1:1 -o x --request-timeout nan"],
+)
+def test_no_number_is_no_number_of_an_option(workplace: Path, arguments: str) -> None:
+    result = invoke(*arguments.split())
+    assert result.exit_code == 2
+    assert "nan is no number in the range x>0" in result.stderr.replace("0<x<=1", "x>0")
+
+
 def test_eval_of_a_broken_model_names_it_and_leaves_no_folder(
     workplace: Path, model: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,8 +22,8 @@ from torch import Tensor
 from quantkit_eval.errors import ModelOutputError, OptionError
 from quantkit_eval.protocol import TokenScorer, hash_token_ids
 from quantkit_eval.record_types import Sample
-from quantkit_eval.records import SCHEMA_VERSION
-from quantkit_eval.reference import REFERENCE_FILE, Identity, Reference, TokenDistributions, hash_file, write_reference
+from quantkit_eval.records import REFERENCE_FILE, SCHEMA_VERSION
+from quantkit_eval.reference import Identity, Reference, TokenDistributions, hash_file, write_reference
 from quantkit_eval.suites import SuiteOutcome, SuiteRun, parse_options
 from quantkit_eval.window_scores import Divergence, WindowScore, histograms, summarize
 
