@@ -86,7 +86,8 @@ class AnswerLog:
                     file.flush()
                     os.fsync(file.fileno())
             except OSError as error:
-                raise RecordError(f"{self.path}: cannot be written ({error.strerror})") from error
+                fix = "Make room, and the same command with --resume goes on from what is whole"
+                raise RecordError(f"{self.path}: cannot be written ({error.strerror})", fix=fix) from error
         self._answers |= answers
 
     def _read(self) -> None:

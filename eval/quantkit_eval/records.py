@@ -171,7 +171,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         finally:
             partial.unlink(missing_ok=True)
     except OSError as error:
-        raise RecordError(f"{path}: cannot be written ({error.strerror})") from error
+        raise RecordError(
+            f"{path}: cannot be written ({error.strerror})", fix="Make room or name another place"
+        ) from error
 
 
 def check_writable(path: Path) -> None:

@@ -21,7 +21,10 @@ def resolve_max_model_len(config: EngineConfig, loaded: LoadedModel) -> int:
     if config.max_model_len is None:
         return loaded.max_model_len
     if config.max_model_len > loaded.max_model_len:
-        raise UsageError(f"max_model_len={config.max_model_len} is more than the model's {loaded.max_model_len}")
+        raise UsageError(
+            f"max_model_len={config.max_model_len} is more than the model's {loaded.max_model_len}",
+            fix=f"Ask for at most {loaded.max_model_len} tokens, prompt and answer together",
+        )
     return config.max_model_len
 
 

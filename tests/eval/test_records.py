@@ -231,7 +231,7 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(records.os, "fsync", full)
-    with pytest.raises(RecordError, match=r"result\.json: cannot be written \(No space left on device\)"):
+    with pytest.raises(RecordError, match=r"result\.json: cannot be written \(No space left on device\)\. Make room"):
         records.write_result(path, result(seed=1))  # type: ignore[arg-type]
     assert records.read_result(path) == result()
     assert [entry.name for entry in tmp_path.iterdir()] == ["result.json"]

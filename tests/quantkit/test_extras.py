@@ -1,5 +1,7 @@
 """What a user is told to install: never the project that has the name quantkit on PyPI."""
 
+import importlib
+import importlib.util
 import re
 import shlex
 import tomllib
@@ -72,3 +74,12 @@ def test_nothing_installs_what_has_our_name_on_the_index(place: str) -> None:
 def test_the_search_finds_what_it_should(line: str) -> None:
     assert FROM_THE_INDEX.search(line)
     assert not FROM_THE_INDEX.search("pip install './quantkit[serve]'")
+
+
+def test_lm_evals_command_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    module, _, name = script["quantkit-lm-eval"].partition(":")
+    command = getattr(importlib.import_module(module), name)  # importing it needs no lm-eval
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SystemExit, match=r"^quantkit-lm-eval: lm-eval is not installed\. pip install "):
+        command()

@@ -30,7 +30,7 @@ def test_a_cache_of_unstated_size_holds_all_requests_but_leaves_memory(
 
 def test_max_model_len_is_the_models_or_less(tiny_llama_folder: Path) -> None:
     assert Engine(tiny_llama_folder, EngineConfig(max_num_seqs=1)).max_model_len == 2048
-    with pytest.raises(UsageError, match="max_model_len=4096 is more than the model's 2048"):
+    with pytest.raises(UsageError, match=r"=4096 is more than the model's 2048\. Ask for at most 2048 "):
         Engine(tiny_llama_folder, EngineConfig(max_model_len=4096))
 
 
