@@ -82,6 +82,8 @@ def _failed(gate: Gate) -> str:
 def _undecided(gate: Gate) -> str:
     more = f"; about {number(gate['items_needed'])} would do" if gate["items_needed"] else ""
     if gate["kind"] == "non_inferiority":
+        if gate["n"] and gate["items_needed"] is None:  # no number of items would decide
+            return f"{subject(gate['suite'])} has no more to lose than is allowed ({_before_after(gate)})"
         found = f"{subject(gate['suite'])} held ({_before_after(gate)})"
         return f"{number(gate['n'])} items are too few to tell whether {found}{more}"
     return f"{short_metric(gate['metric'])} is undecided ({value_unit(gate).value(gate['value'])}, {limit_words(gate)})"

@@ -3,6 +3,7 @@
 # ruff: noqa: RUF001 (the report writes real minus and multiplication signs)
 
 import base64
+import copy
 import dataclasses
 import hashlib
 import re
@@ -107,6 +108,16 @@ def test_verdict_is_one_sentence_at_the_top(make_run: Callable[[str], ReportInpu
     assert "32 items are too few to tell whether structured output held (29 of 32 → 28 of 32)" in heads["inconclusive"]
     assert "about 310 would do" in heads["inconclusive"]
     assert heads["aa"] == "Pass: the gate held: structured output 29 of 32 → 29 of 32."
+
+
+def test_items_are_not_called_too_few_where_no_number_would_do(make_run: Callable[[str], ReportInput]) -> None:
+    run = copy.deepcopy(make_run("inconclusive"))
+    gate = run.verdict["gates"][0]
+    gate.update(baseline=0.0, candidate=0.0, difference=0.0, value=0.0, items_needed=None)
+    gate["discordant"] = {"improved": 0, "regressed": 0}
+    head = page_of(run).text("h1")
+    assert "structured output has no more to lose than is allowed (0 of 32 → 0 of 32)" in head
+    assert "too few" not in head
 
 
 def test_numbers_behind_the_verdict(make_run: Callable[[str], ReportInput]) -> None:
