@@ -63,6 +63,17 @@ def test_every_input_is_used_and_every_used_one_declared() -> None:
     )
 
 
+def test_what_a_failing_gate_has_evaluated_is_cached_too() -> None:
+    """actions/cache alone saves nothing after a job that failed, and a gate fails on purpose."""
+    (restore,) = (step for step in STEPS if step.get("uses", "").startswith("actions/cache/restore@"))
+    (save,) = (step for step in STEPS if step.get("uses", "").startswith("actions/cache/save@"))
+    assert save["if"] == "always()"
+    assert save["with"] == {name: restore["with"][name] for name in ("path", "key")}
+    names = [step.get("name") for step in STEPS]
+    assert STEPS.index(restore) < names.index("Run the gate") < STEPS.index(save) < names.index("Pass the verdict on")
+    assert not any(step.get("uses", "").startswith("actions/cache@") for step in STEPS)
+
+
 def test_no_input_is_pasted_into_a_script() -> None:
     """An input is text of whoever opens a pull request: it reaches a shell as a variable, never as code."""
     assert all("${{" not in script for script in SCRIPTS.values())

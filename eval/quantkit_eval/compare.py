@@ -140,6 +140,11 @@ def _noise_floor(baseline: Evaluation, candidate: Evaluation, control: Evaluatio
     if control is None:
         is_same = baseline.result["model"] == candidate.result["model"]
         return noise_floor(baseline, candidate) if is_same else None
+    if control.folder.resolve() == baseline.folder.resolve():
+        raise OptionError(
+            f"the control {control.folder} is the baseline itself, so nothing could differ",
+            fix="Evaluate the baseline's model once more, with another --batch-items, into a folder of its own",
+        )
     check_comparable(baseline, control)
     if control.result["model"] != baseline.result["model"]:
         raise IncomparableResults(

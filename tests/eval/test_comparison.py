@@ -89,6 +89,8 @@ def test_a_control_gives_the_noise_floor(made: Make, tmp_path: Path) -> None:
     assert 0 < floor["changes"][0]["changed"] != verdict["changes"][0]["changed"]
     with pytest.raises(IncomparableResults, match=r"the control .* is of another model"):
         compare(baseline, candidate, GATES, control=candidate)
+    with pytest.raises(OptionError, match=r"the control .* is the baseline itself.*another --batch-items"):
+        compare(baseline, candidate, GATES, control=baseline)
 
 
 def test_the_report_says_what_the_noise_floor_is(made: Make, tmp_path: Path) -> None:
