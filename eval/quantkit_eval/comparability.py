@@ -96,7 +96,9 @@ def check_comparable(baseline: Evaluation, candidate: Evaluation) -> None:
             _check_equal(what, mine["prompt_hash"], theirs["prompt_hash"], SAME_TEMPLATE)
     if "nll" in baseline.result["suites"] and candidate.measures_divergence():
         first, second = baseline.result["suites"]["nll"], candidate.result["suites"]["nll"]
-        fix = f"Evaluate the candidate again with --reference {baseline.folder}"
+        of_original = "that of the original against which the baseline was measured"
+        right = of_original if baseline.measures_divergence() else str(baseline.folder)
+        fix = f"Evaluate the candidate again with --reference {right}"
         what = "reference_sha256 of suite 'nll' (so KL is not the one to this baseline)"
         _check_equal(what, first.get("reference_sha256"), second.get("reference_sha256"), fix)
 

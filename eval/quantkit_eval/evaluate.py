@@ -1,5 +1,6 @@
 """One model on its suites: asks, measures and leaves the records in a folder."""
 
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from quantkit_eval.reference import Reference
 from quantkit_eval.suites import BATCH_ITEMS, Progress, Suite, SuiteRun, load_suite
 from quantkit_eval.suites.item_counts import count_items
 
+WORKING = ".evaluate-"  # begins the name of the folder where an evaluation makes its records
 GREEDY = {"temperature": 0.0, "top_p": 1.0}
 
 
@@ -171,8 +173,10 @@ def check_suites(suites: Mapping[str, Mapping[str, Any]]) -> None:
 def _working_folder(out: Path) -> Iterator[Path]:
     """A folder inside ``out`` that goes at the end; of ``out`` and its parents goes what was made here and is empty."""
     with hold_records(out):
+        for left in out.glob(f"{WORKING}*"):  # of an evaluation that was killed; the lock says that none is running
+            shutil.rmtree(left, ignore_errors=True)
         try:
-            temporary = tempfile.TemporaryDirectory(prefix=".evaluate-", dir=out)
+            temporary = tempfile.TemporaryDirectory(prefix=WORKING, dir=out)
         except OSError as error:
             raise RecordError(f"{out}: cannot be written ({error.strerror})", fix="Name another folder") from error
         with temporary as name:

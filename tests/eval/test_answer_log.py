@@ -40,6 +40,13 @@ def test_only_what_is_missing_is_asked(interrupted: Path, tmp_path: Path, fake_m
     assert (interrupted / "samples.jsonl").read_bytes() == (tmp_path / "whole" / "samples.jsonl").read_bytes()
 
 
+def test_what_a_killed_evaluation_left_goes(interrupted: Path, fake_model: Callable[..., Any]) -> None:
+    (interrupted / ".evaluate-killed").mkdir()
+    (interrupted / ".evaluate-killed" / "samples.jsonl").write_text("half")
+    evaluate(fake_model(), SUITES, 0, interrupted, keep_answers=True, resume=True)
+    assert sorted(path.name for path in interrupted.iterdir()) == ["result.json", "samples.jsonl"]
+
+
 def test_without_resume_everything_is_asked_again(
     interrupted: Path, fake_model: Callable[..., Any], caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -326,6 +327,14 @@ def test_results_that_differ_in_what_they_rest_on_are_refused(
         compare(baseline, candidate, {})
     assert isinstance(caught.value, EvalError)
     assert "\n" not in str(caught.value)
+
+
+def test_a_last_release_and_its_successor_need_one_original(pair: Pair) -> None:
+    _, candidate = pair(num_items=8)
+    shutil.copytree(candidate, candidate.with_name("release"))
+    edit_result(candidate, lambda r: r["suites"]["nll"].update(reference_sha256="1" * 64))
+    with pytest.raises(IncomparableResults, match="--reference that of the original against which"):
+        compare(candidate.with_name("release"), candidate, {})
 
 
 def test_another_prompt_is_named_with_its_item(pair: Pair) -> None:
