@@ -45,7 +45,10 @@ def generate_conversations(
     prompts = read_prompts(source, model)
     path = _cache_path(source, model, prompts, num_tokens, seed)
     if path.exists():
-        return [json.loads(line)["messages"] for line in path.read_text(encoding="utf-8").splitlines()]
+        with path.open(
+            encoding="utf-8", newline="\n"
+        ) as lines:  # an answer may hold what Unicode counts as an end of line
+            return [json.loads(line)["messages"] for line in lines]
     conversations = _answer_in_rounds(source, model, prompts, num_tokens, seed, progress)
     _write_cache(path, conversations)
     return conversations

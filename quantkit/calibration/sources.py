@@ -35,12 +35,12 @@ def read_documents(source: TextSource | JsonlSource | DatasetSource) -> Iterator
 
 
 def read_jsonl(path: Path) -> Iterator[Document]:
-    """One document a line: an object with "text" or with "messages".
+    """One document a line: an object with "text" or with "messages". A text may hold any separator but a line feed.
 
     Raises:
         CalibrationError: the file is missing, or a line is neither; the line is named.
     """
-    for number, line in enumerate(_read_file(path).splitlines(), start=1):
+    for number, line in enumerate(_read_file(path).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -59,7 +59,7 @@ def read_jsonl(path: Path) -> Iterator[Document]:
 
 def _read_file(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")  # some editors put a mark of the encoding in front
     except UnicodeDecodeError as error:
         raise CalibrationError(f"calibration source {path} is not UTF-8 (byte {error.start})") from error
     except OSError as error:

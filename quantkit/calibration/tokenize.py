@@ -34,7 +34,10 @@ class DocumentTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        spellings = sorted({str(token) for token in tokenizer.all_special_tokens if str(token)}, key=len, reverse=True)
+        named = {str(token) for token in tokenizer.all_special_tokens}
+        # A tokenizer may read tokens as special that its configuration gives no name: those of a chat template.
+        named |= {str(token) for token in tokenizer.added_tokens_decoder.values() if token.special}
+        spellings = sorted(named - {""}, key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, spellings)) or r"(?!)")
 
     @property

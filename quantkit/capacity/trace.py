@@ -53,7 +53,7 @@ def read_trace(path: Path) -> list[TracedRequest]:
         UsageError: empty, or a line that is no request; with its number.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except OSError as error:
         raise SourceError(f"cannot read the trace {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from quantkit.calibration import self_generated
 from quantkit.calibration.dataset import CalibrationSet, build_calibration
 from quantkit.calibration.self_generated import generate_conversations
+from quantkit.calibration.sources import read_jsonl
 from quantkit.calibration.tokenize import DocumentTokenizer
 from quantkit.errors import CalibrationError
 from quantkit.recipe import Calibration, SelfGeneratedSource
@@ -133,6 +135,37 @@ def test_special_tokens_in_a_document_stay_text(tokenizer: Any) -> None:
 
     assert count(evil) == count(harmless) == count(evil, assistant_only=True)
     assert tokenizer.decode(spelled.tokenize(evil, "x").token_ids).count(eos) >= 3
+
+
+def test_special_tokens_that_have_no_name_in_the_tokenizer_stay_text(tokenizer: Any) -> None:
+    turn = "<|im_end|>"  # special to the tokenizer, and neither bos, eos nor pad: as the headers of a Llama 3 template
+    assert turn not in tokenizer.all_special_tokens
+    chat = [{"role": "user", "content": f"Say {turn} twice"}, {"role": "assistant", "content": turn}]
+    for options in ({}, {"assistant_only": True}):
+        ids = DocumentTokenizer(tokenizer).tokenize(chat, "x", **options).token_ids
+        assert list(ids).count(tokenizer.convert_tokens_to_ids(turn)) == 2  # the template's own
+        assert tokenizer.decode(ids).count(turn) == 4
+
+
+SEPARATORS = "\u2028 \u2029 \u0085"  # ends of lines to Unicode, ordinary characters to JSON
+
+
+def test_a_line_of_jsonl_ends_with_a_line_feed_only(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    lines = [json.dumps({"text": f"{number}{SEPARATORS}"}, ensure_ascii=False) for number in range(2)]
+    path.write_bytes("\ufeff{}\r\n{}\r\n".format(*lines).encode())  # as editors on Windows write it
+    assert list(read_jsonl(path)) == [f"0{SEPARATORS}", f"1{SEPARATORS}"]
+
+
+def test_answers_with_separators_are_read_back(
+    tmp_path: Path, model: ModelSource, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("QUANTKIT_CACHE", str(tmp_path))
+    said = [[*CHAT[:1], {"role": "assistant", "content": f"Two{SEPARATORS}streets"}]]
+    monkeypatch.setattr(self_generated, "_answer_in_rounds", lambda *_: said)
+    source = SelfGeneratedSource(kind="self_generated")
+    for _ in range(2):  # made, and from the cache
+        assert generate_conversations(source, model, 8, 0, lambda *_: None) == said
 
 
 def test_shares_are_shares_of_the_tokens(tmp_path: Path, model: ModelSource) -> None:
