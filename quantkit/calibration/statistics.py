@@ -155,13 +155,13 @@ class InputStatistics:
             source: [...] int64, the number of the calibration source of each token; None for one source.
         """
         assert self.original is not None, "the original stream was not asked for"
-        shape = x.shape[:-1]
-        keep = torch.ones(shape, dtype=torch.bool) if token_mask is None else token_mask
+        shape = x.shape[:-1] if token_mask is None else token_mask.shape  # experts get their tokens in one row
+        keep = slice(None) if token_mask is None else token_mask.reshape(-1)
         self.original.add(
-            x[keep].float(),
-            original[keep],
-            None if held_out is None else held_out.expand(shape)[keep],
-            None if source is None else source.expand(shape)[keep],
+            x.reshape(-1, self.in_features)[keep].float(),
+            original.reshape(-1, self.in_features)[keep],
+            None if held_out is None else held_out.expand(shape).reshape(-1)[keep],
+            None if source is None else source.expand(shape).reshape(-1)[keep],
         )
 
     def _add_columns(self, rows: Tensor) -> None:

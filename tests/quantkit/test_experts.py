@@ -241,6 +241,17 @@ def test_all_tokens_calibrate_every_expert(starving: Path, recipe: MakeRecipe) -
     assert report.failed() == [], report  # the block's outputs kept the true routing
 
 
+def test_a_target_is_corrected_for_experts_that_see_all_tokens(
+    families: Callable[[str], Path], recipe: MakeRecipe, tmp_path: Path
+) -> None:
+    extra = "experts: {calibrate: all_tokens}"
+    algorithm = "gptq, target_correction: {apply: always, skip: []}"
+    layers = quantize_model(recipe(families("mixtral"), algorithm=algorithm, extra=extra))["layers"]
+    kept = {layer["name"]: layer["stages"]["target_correction"]["kept"] for layer in layers}
+    assert all(kept.values())
+    assert any(".experts.3.down_proj" in name for name in kept)
+
+
 def test_without_statistics_no_token_is_needed(starving: Path, recipe: MakeRecipe) -> None:
     manifest = quantize_model(recipe(starving, algorithm="rtn"))
     assert {layer["input_tokens"] for layer in _records(manifest, ".experts.")} == {None}
