@@ -1,10 +1,10 @@
-"""What is known of each model family, as data: its decoder blocks, what an engine fuses, where scales can hide.
+"""What is known of each model family, as data: its decoder blocks, where scales can hide; and what engines fuse.
 
 A family that is not listed still works: its blocks are found by walking the model, and the layers of a block by class.
 What the table adds are the facts that no walk can find.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -13,6 +13,7 @@ from quantkit.errors import SourceError
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 GATE_UP = ("mlp.gate_proj", "mlp.up_proj")
+FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +52,11 @@ class Architecture:
 
     Attributes:
         blocks: name of the list of decoder blocks.
-        fused_units: layers of a block that vLLM joins into one matrix and that must therefore share a scheme.
         folds: where transforms may put scales. A fold whose layers a block does not have is passed over (the dense MLP
             of a block with experts).
     """
 
     blocks: str = "model.layers"
-    fused_units: tuple[tuple[str, ...], ...] = (QKV, GATE_UP)
     folds: tuple[Fold, ...] = _norm_folds("input_layernorm", "post_attention_layernorm")
 
 
@@ -76,7 +75,6 @@ ARCHITECTURES: dict[str, Architecture] = {
     # Attention and MLP side by side behind one norm.
     "cohere": Architecture(folds=(Fold("input_layernorm", QKV + GATE_UP), VALUE_OUT, UP_DOWN)),
     "phi3": Architecture(  # qkv_proj and gate_up_proj are one matrix on disk already
-        fused_units=(),
         folds=(
             Fold("input_layernorm", ("self_attn.qkv_proj",)),
             Fold("self_attn.qkv_proj", ("self_attn.o_proj",), through_heads=True),
@@ -84,7 +82,7 @@ ARCHITECTURES: dict[str, Architecture] = {
             Fold("mlp.gate_up_proj", ("mlp.down_proj",)),
         ),
     ),
-    "mixtral": Architecture(fused_units=(QKV,), folds=(Fold("input_layernorm", QKV), VALUE_OUT)),
+    "mixtral": Architecture(folds=(Fold("input_layernorm", QKV), VALUE_OUT)),
     # The norm before experts also feeds their router, so nothing may hide in it; before a dense MLP it may.
     "qwen2_moe": Architecture(
         folds=(
@@ -94,6 +92,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     ),
     "qwen3_moe": Architecture(),
 }
+
+
+def fused_units(layers: Iterable[str]) -> list[tuple[str, ...]]:
+    """Of some layers those that engines join into one matrix and that must therefore share a scheme.
+
+    They are told by their names, in families that are not in the table too: vLLM joins queries, keys and values, and
+    gate and up, wherever it finds them side by side.
+
+    Args:
+        layers: names in the model or on disk.
+
+    Returns:
+        A tuple for each matrix of two layers or more, in the order in which they are joined.
+    """
+    names = dict.fromkeys(layers)
+    parents = dict.fromkeys(name.rpartition(".")[0] for name in names)
+    units = [tuple(f"{parent}.{leaf}" for leaf in unit) for parent in parents for unit in FUSED]
+    found = [tuple(name for name in unit if name in names) for unit in units]
+    return [unit for unit in found if len(unit) > 1]
 
 
 @dataclass(frozen=True, slots=True)

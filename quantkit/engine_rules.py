@@ -1,10 +1,10 @@
 """What an engine asks of a checkpoint beyond its format: joined layers, kernels, shapes."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
-from quantkit.architectures import ARCHITECTURES, Architecture
+from quantkit.architectures import fused_units
 from quantkit.formats import StoredConfig
 from quantkit.formats.expert_names import experts_of
 from quantkit.scheme import PER_CHANNEL, QuantScheme
@@ -17,18 +17,19 @@ MARLIN_ROWS, MARLIN_COLUMNS = 64, 128  # what vLLM's Marlin kernel wants N and K
 MARLIN_EXPERT_ROWS, MARLIN_EXPERT_COLUMNS = 128, 64  # the same for the down projection of an expert
 
 
-def vllm_problems(model_type: str, config: StoredConfig, names: Sequence[str]) -> list[str]:
+def vllm_problems(config: StoredConfig, names: Sequence[str], stays: Sequence[str] = ()) -> list[str]:
     """Why vLLM would refuse the checkpoint.
 
     Args:
-        model_type: of config.json; says which layers vLLM joins into one matrix.
         config: the quantization_config.
         names: the layers that are stored as codes.
+        stays: the linear layers that are not.
 
     Source: vLLM, quantization/compressed_tensors (one scheme for a joined layer) and the WNA16 kernels it picks from.
     """
     problems: list[str] = []
-    for unit, schemes in _fused_units(model_type, config, names):
+    for unit in fused_units([*names, *stays]):
+        schemes = [None if name in stays else config.scheme_of(name) for name in unit]
         if len(set(schemes)) > 1:
             found = ", ".join("not quantized" if scheme is None else str(scheme) for scheme in schemes)
             problems.append(f"vLLM fuses {' and '.join(unit)}, which differ: {found}")
@@ -151,17 +152,3 @@ def _why_not_llama_cpp(config: StoredConfig) -> str | None:
         if scheme.input is not None and not scheme.input.dynamic:
             return "it does not know input_scale"
     return None
-
-
-def _fused_units(
-    model_type: str, config: StoredConfig, names: Sequence[str]
-) -> Iterator[tuple[tuple[str, ...], list[QuantScheme | None]]]:
-    """The layers that vLLM joins, with the scheme of each; a unit is met once."""
-    seen = set()
-    for unit in ARCHITECTURES.get(model_type, Architecture()).fused_units:
-        for name in names:
-            block = next((name.removesuffix(part) for part in unit if name.endswith(f".{part}")), None)
-            if block is not None and (block, unit) not in seen:
-                seen.add((block, unit))
-                members = tuple(f"{block}{part}" for part in unit)
-                yield members, [config.scheme_of(member) for member in members]

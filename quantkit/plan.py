@@ -221,8 +221,8 @@ def _decide(
             "quantization.ignore (with overrides to none) leaves no layer to quantize", keys=("quantization", "ignore")
         )
     stays = dict.fromkeys(ignored, IGNORED) | {name: "kept by an override" for name in targets if name not in schemes}
-    check_fused_units(source.config.model_type, decoder, schemes, stays)
     check_experts(model, schemes, stays)
+    check_fused_units(schemes, stays)
     kept = tuple(name for name in (*linears, *(name for name in routers if name in others)) if name not in schemes)
     return _lay_out(recipe, source, model, decoder, schemes, kept)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from quantkit.architectures import ARCHITECTURES, DecoderBlocks
+from quantkit.architectures import DecoderBlocks, fused_units
 from quantkit.errors import RecipeError
 from quantkit.experts import is_fused, linear_experts, why_not_linear
 from quantkit.scheme import QuantScheme
@@ -72,25 +72,19 @@ def refuse_what_stays_unsaid(
         )
 
 
-def check_fused_units(
-    model_type: str, decoder: DecoderBlocks, schemes: Mapping[str, QuantScheme], stays: Mapping[str, str]
-) -> None:
+def check_fused_units(schemes: Mapping[str, QuantScheme], stays: Mapping[str, str]) -> None:
     """An engine joins these layers into one matrix: all of them have one scheme, or stay as they are."""
-    facts = ARCHITECTURES.get(model_type)
-    for index in range(len(decoder.blocks)):
-        for unit in facts.fused_units if facts else ():
-            names = [f"{decoder.name}.{index}.{part}" for part in unit]
-            names = [name for name in names if name in schemes or name in stays]
-            if len({schemes.get(name) for name in names}) < 2:
-                continue
-            first = next(name for name in names if name in schemes)
-            other = next(name for name in names if schemes.get(name) != schemes[first])
-            found = f"is {schemes[other]}" if other in schemes else f"is {stays[other]}"
-            raise RecipeError(
-                f"quantization splits a unit that engines fuse: {other} {found} and {first} is {schemes[first]}",
-                fix=f"Treat all of {', '.join(part.rpartition('.')[2] for part in unit)} alike",
-                keys=_decides(stays.get(other)),
-            )
+    for names in fused_units([*schemes, *stays]):
+        if len({schemes.get(name) for name in names}) < 2:
+            continue
+        first = next(name for name in names if name in schemes)
+        other = next(name for name in names if schemes.get(name) != schemes[first])
+        found = f"is {schemes[other]}" if other in schemes else f"is {stays[other]}"
+        raise RecipeError(
+            f"quantization splits a unit that engines fuse: {other} {found} and {first} is {schemes[first]}",
+            fix=f"Treat all of {', '.join(name.rpartition('.')[2] for name in names)} alike",
+            keys=_decides(stays.get(other)),
+        )
 
 
 def check_experts(model: nn.Module, schemes: Mapping[str, QuantScheme], stays: Mapping[str, str]) -> None:

@@ -132,7 +132,9 @@ def verify_checkpoint(
         problems = kv_scale_problems(checkpoint, skeleton, announced=config.kv_scales)
         report.add("kv_scales", problems, "every attention layer has scales for keys and values, as config.json says")
     layers = _check_codes(report, checkpoint, config, skeleton)
-    _check_engine_rules(report, checkpoint.config.model_type, checkpoint.dtype, config, layers)
+    linears = [f"{name}.weight" for name, module in skeleton.named_modules() if isinstance(module, nn.Linear)]
+    stays = [weights.names[name][0].removesuffix(".weight") for name in linears if name in weights.names]
+    _check_engine_rules(report, checkpoint.dtype, config, layers, stays)
     if not load_model:
         report.notes.append("the model was not loaded: its weights in transformers and its logits were not compared")
     elif layers:
@@ -299,11 +301,11 @@ def _check_codes(
 
 
 def _check_engine_rules(
-    report: VerifyReport, model_type: str, dtype: torch.dtype, config: StoredConfig, layers: list[StoredLayer]
+    report: VerifyReport, dtype: torch.dtype, config: StoredConfig, layers: list[StoredLayer], stays: list[str]
 ) -> None:
     """What vLLM asks of a checkpoint beyond the format."""
     shapes = {layer.on_disk: (layer.weight.codes.shape[0], layer.weight.codes.shape[1]) for layer in layers}
-    problems = vllm_problems(model_type, config, list(shapes))
+    problems = vllm_problems(config, list(shapes), stays)
     report.add(
         "engine_rules", problems, "fused layers share a scheme; bits and group sizes are those of vLLM's kernels"
     )

@@ -110,7 +110,7 @@ def legal_choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, lis
     """
     quantization = recipe.require_quantization()
     fixed = overridden(quantization, plan.schemes)
-    units = find_units(plan, [layer for layer in plan.layers if layer.name not in fixed])
+    units = find_units([layer for layer in plan.layers if layer.name not in fixed])
     if not units:
         raise RecipeError(
             "quantization.overrides decide every layer, and nothing is left to choose",

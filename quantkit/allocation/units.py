@@ -1,10 +1,11 @@
 """Layers that get their scheme together, because engines join them into one matrix."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from quantkit.architectures import ARCHITECTURES
+from quantkit.architectures import fused_units
 from quantkit.formats.expert_names import experts_of
-from quantkit.plan import LayerPlan, Plan
+from quantkit.plan import LayerPlan
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,16 +24,14 @@ class Unit:
     num_weights: int
 
 
-def find_units(plan: Plan, layers: list[LayerPlan]) -> list[Unit]:
+def find_units(layers: Sequence[LayerPlan]) -> list[Unit]:
     """The units of some layers, in the order of the model.
 
     Args:
-        plan: of the model.
         layers: those to allocate; a unit that engines fuse is among them as a whole, which the plan has checked.
     """
-    facts = ARCHITECTURES.get(plan.source.config.model_type)
-    fused = facts.fused_units if facts else ()
     by_name = {layer.name: layer for layer in layers}
+    joined = {name: names for names in fused_units(by_name) for name in names}
     of_experts: dict[str, list[str]] = {}
     for name in by_name:
         module = experts_of(name)
@@ -43,12 +42,7 @@ def find_units(plan: Plan, layers: list[LayerPlan]) -> list[Unit]:
     for layer in layers:
         if layer.name in taken:
             continue
-        prefix = f"{plan.decoder.name}.{layer.block}."
-        members: tuple[str, ...] = (layer.name,)
-        for parts in fused:
-            names = tuple(f"{prefix}{part}" for part in parts if f"{prefix}{part}" in by_name)
-            if layer.name in names:
-                members = names
+        members = joined.get(layer.name, (layer.name,))
         experts = experts_of(layer.name)
         if experts is not None:
             members = tuple(of_experts[experts])

@@ -12,16 +12,12 @@ from quantkit.cli.output import emit, json_option, table
 def models_command(as_json: bool) -> None:
     """List the model families that are known by name.
 
-    Another family works too: its decoder blocks are found by walking the model. The layers that an engine joins into
-    one matrix are known only for the families listed here.
+    Another family works too: its decoder blocks are found by walking the model, and the layers that an engine joins
+    into one matrix by their names. Where transforms may put scales is known only for the families listed here.
     """
     from quantkit.architectures import ARCHITECTURES
 
     facts = sorted(ARCHITECTURES.items())
     document = [{"family": name, **asdict(family)} for name, family in facts]
-    rows = [(name, family.blocks, ", ".join(map(_joined, family.fused_units)) or "-") for name, family in facts]
-    emit(document, table(rows, header=("family", "decoder blocks", "joined by engines")), as_json=as_json)
-
-
-def _joined(layers: tuple[str, ...]) -> str:
-    return "+".join(layer.rpartition(".")[2] for layer in layers)
+    rows = [(name, family.blocks, str(len(family.folds))) for name, family in facts]
+    emit(document, table(rows, header=("family", "decoder blocks", "folds for transforms")), as_json=as_json)

@@ -95,7 +95,7 @@ def test_the_estimate_is_the_measured_kl_of_small_errors(
     plan = make_plan(recipe)
     assert recipe.calibration is not None
     windows = list(build_calibration(recipe.calibration, plan.source).token_ids)[:64]
-    units = find_units(plan, list(plan.layers))
+    units = find_units(list(plan.layers))
     eight = QuantScheme(8, -1)  # small errors: the estimate is the second order of the KL
     table = measure_sensitivity(plan, units, {unit.name: [eight] for unit in units}, windows, lambda *_: None)
     assert next(plan.model.parameters()).is_meta
@@ -112,7 +112,7 @@ def test_the_estimate_is_the_measured_kl_of_small_errors(
 
 def test_units_are_what_engines_fuse(tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]) -> None:
     plan = make_plan(make_recipe(tiny_models("llama")))
-    names = [unit.name for unit in find_units(plan, plan.in_block(0))]
+    names = [unit.name for unit in find_units(plan.in_block(0))]
     assert names == [
         "model.layers.0.self_attn.q+k+v_proj",
         "model.layers.0.self_attn.o_proj",

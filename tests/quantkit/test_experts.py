@@ -166,7 +166,7 @@ def test_every_projection_of_every_expert_is_a_layer(
     routers = list(router_names(plan.model))
     assert set(plan.ignored) == {"lm_head", *routers}
     assert len(routers) == (4 if family == "qwen2_moe" else 2)
-    units = {unit.name: unit for unit in find_units(plan, list(plan.layers))}
+    units = {unit.name: unit for unit in find_units(list(plan.layers))}
     assert len(units["model.layers.1.mlp.experts"].layers) == 12
 
 
@@ -195,6 +195,12 @@ def test_experts_of_a_layer_share_one_scheme(extra: str, families: Callable[[str
     with pytest.raises(RecipeError, match=r"splits the experts of a layer, which engines fuse.*mlp\.experts") as caught:
         make_plan(recipe(families("qwen3_moe"), extra=extra))
     assert "\n" not in str(caught.value)
+
+
+def test_a_shared_expert_is_joined_as_a_dense_mlp_is(families: Callable[[str], Path], recipe: MakeRecipe) -> None:
+    extra = "overrides: [{match: '.*shared_expert.gate_proj', scheme: W8A16}]"
+    with pytest.raises(RecipeError, match=r"engines fuse: .*shared_expert\.up_proj is W4A16.*gate_proj is W8A16"):
+        make_plan(recipe(families("qwen2_moe"), extra=extra))
 
 
 def test_layers_may_differ_and_the_config_says_it_once_a_layer(
@@ -410,15 +416,15 @@ def _stored(scheme: QuantScheme, form: str = "compressed-tensors") -> tuple[Any,
 
 def test_rules_of_experts() -> None:
     config, shapes = _stored(QuantScheme(4, 32))
-    assert vllm_problems("qwen3_moe", config, list(shapes)) == []
+    assert vllm_problems(config, list(shapes)) == []
     notes = engine_notes(config, torch.bfloat16, shapes)
     assert not any("Marlin" in note for note in notes)
     assert any("over 1 or 2 GPUs" in note for note in notes)  # 192 columns are 6 groups of 32
     config, shapes = _stored(QuantScheme(4, 64, symmetric=False))
-    assert "no zero points of experts" in vllm_problems("qwen3_moe", config, list(shapes))[0]
-    assert vllm_problems("qwen3_moe", _stored(QuantScheme(4, 64, symmetric=False), "gptq")[0], list(shapes)) == []
+    assert "no zero points of experts" in vllm_problems(config, list(shapes))[0]
+    assert vllm_problems(_stored(QuantScheme(4, 64, symmetric=False), "gptq")[0], list(shapes)) == []
     config, shapes = _stored(PRESETS["W8A8_STATIC"])
-    assert "dynamic 8-bit inputs only" in vllm_problems("qwen3_moe", config, list(shapes))[0]
+    assert "dynamic 8-bit inputs only" in vllm_problems(config, list(shapes))[0]
 
 
 def test_experts_that_config_json_splits() -> None:
@@ -428,5 +434,5 @@ def test_experts_that_config_json_splits() -> None:
     groups = (((r"re:.*experts\.0\.",), QuantScheme(4, 32)), (("Linear",), PRESETS["W8A16"]))
     stored, _ = _stored(QuantScheme(4, 32))
     names = ["model.layers.0.mlp.experts.0.up_proj", "model.layers.0.mlp.experts.1.up_proj"]
-    (problem,) = vllm_problems("qwen3_moe", replace(stored, groups=groups), names)
+    (problem,) = vllm_problems(replace(stored, groups=groups), names)
     assert problem.startswith("vLLM fuses model.layers.0.mlp.experts, where ")
