@@ -6,7 +6,7 @@ compressed-tensors through its package; GPTQ and AWQ, whose packages need a GPU,
 import contextlib
 import io
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from pathlib import Path
@@ -31,6 +31,7 @@ from quantkit.model_folder import first_line
 from quantkit.primitives import QuantizedWeight
 from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.source import ModelSource
+from quantkit.tensor_renaming import TensorRenaming
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,15 @@ def independent_steps(checkpoint: ModelSource, layer: StoredLayer) -> Tensor:
     return codes - zero_point.repeat_interleave(shape[1] // groups[1], dim=1)
 
 
-def open_reader(checkpoint: ModelSource, layers: Sequence[StoredLayer]) -> "ReaderModel | DecodedModel":
+def open_reader(
+    checkpoint: ModelSource, layers: Sequence[StoredLayer], extra: Collection[str] = ()
+) -> "ReaderModel | DecodedModel":
     """The checkpoint in transformers: through the format's own reader, or where that cannot be, decoded here.
+
+    Args:
+        checkpoint: the folder that was written.
+        layers: those that are stored as codes.
+        extra: tensors that belong to no parameter of the model, which transformers may leave out.
 
     Raises:
         CheckpointError: it does not load.
@@ -126,7 +134,7 @@ def open_reader(checkpoint: ModelSource, layers: Sequence[StoredLayer]) -> "Read
     else:
         symmetric = all(layer.weight.scheme.symmetric for layer in layers)
         try:
-            return ReaderModel(checkpoint.folder, checkpoint.dtype, dequantize=not symmetric)
+            return ReaderModel(checkpoint.folder, checkpoint.dtype, dequantize=not symmetric, extra=extra)
         except CheckpointError as error:
             if not experts:
                 raise
@@ -187,12 +195,15 @@ class ReaderModel:
         dtype: in which the weights are made, the checkpoint's own; the model computes in float32.
         dequantize: ask transformers to make the weights while it loads. Its ordinary way, which makes them at the first
             use and quantizes inputs, has no place for packed zero points.
+        extra: tensors that belong to no parameter of the model.
 
     Raises:
         CheckpointError: it does not load, or parameters are missing.
     """
 
-    def __init__(self, folder: Path, dtype: torch.dtype, *, dequantize: bool = False) -> None:
+    def __init__(
+        self, folder: Path, dtype: torch.dtype, *, dequantize: bool = False, extra: Collection[str] = ()
+    ) -> None:
         options = {}
         self.description = "transformers loads it through compressed-tensors, nothing missing, nothing left over"
         self.quantizes_inputs = not dequantize
@@ -210,18 +221,23 @@ class ReaderModel:
         except (OSError, ValueError, KeyError, RuntimeError, TypeError, AttributeError, ImportError) as error:
             reason = first_line(error).partition(". ")[0]
             raise CheckpointError(f"transformers does not load it: {reason}") from error
+        renaming = TensorRenaming(self.model)
+        left_out = {*extra, *(renaming.rename(name)[0] for name in extra)}  # verify says so, and of scales of the cache
         for kind in ("missing_keys", "unexpected_keys", "mismatched_keys", "error_msgs"):
-            left_out = KV_SCALES if kind == "unexpected_keys" else ()  # verify says so
-            wrong = sorted(key for key in map(str, loading.get(kind) or ()) if not key.endswith(left_out))
+            wrong = sorted(map(str, loading.get(kind) or ()))
+            if kind == "unexpected_keys":
+                wrong = [key for key in wrong if key not in left_out and not key.endswith(KV_SCALES)]
             if wrong:
-                example = wrong[0]
-                raise CheckpointError(f"transformers reports {kind.replace('_', ' ')}: {example}")
+                raise CheckpointError(f"transformers reports {kind.replace('_', ' ')}: {wrong[0]}")
         self.model.eval().requires_grad_(False)
         for module in self.model.modules():
             if hasattr(module, KV_SCALES[0]):
                 module.quantization_enabled = False  # the logits on record are of keys and values as they are
-        with torch.no_grad(), _quiet():
-            self.model(torch.zeros(1, 1, dtype=torch.int64))  # the package unpacks at the first use
+        try:
+            with torch.no_grad(), _quiet():
+                self.model(torch.zeros(1, 1, dtype=torch.int64))  # the package unpacks at the first use
+        except RuntimeError as error:
+            raise CheckpointError(f"transformers does not run it: {first_line(error)}") from error
 
     def weight(self, name: str) -> Tensor:
         """[N, K] weight of a linear layer, in the checkpoint's type."""

@@ -1,6 +1,6 @@
 """Reload a checkpoint with the format's own reader and compare: hashes, tensors, side files, logits, engine rules."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from quantkit.engine_rules import engine_notes, vllm_problems
 from quantkit.errors import CheckpointError, SourceError
 from quantkit.expected_logits import ExpectedLogits
 from quantkit.formats import StoredConfig, read_quantization_config
-from quantkit.formats.kv_scales import stored_kv_scales
+from quantkit.formats.kv_scales import KV_SCALES, stored_kv_scales
 from quantkit.gguf_source import file_sha256
 from quantkit.independent_reader import StoredLayer, independent_steps, open_reader, reader_accepts, stored_layers
 from quantkit.manifest import MANIFEST_NAME, read_manifest
@@ -140,7 +140,8 @@ def verify_checkpoint(
     elif layers:
         vocab_size = skeleton.get_input_embeddings().num_embeddings  # type: ignore[operator]
         expected = _expectation(report, manifest, expected_logits, token_ids, vocab_size)
-        _check_reader(report, checkpoint, layers, expected)
+        extra = [name for name in weights.unused if not name.endswith(KV_SCALES)]
+        _check_reader(report, checkpoint, layers, expected, extra)
     return report
 
 
@@ -342,11 +343,15 @@ def _check_reader(
     checkpoint: ModelSource,
     layers: list[StoredLayer],
     expected: ExpectedLogits | None,
+    extra: Sequence[str],
 ) -> None:
     """The reader loads it, makes the same weights of the codes, and gives the same logits."""
     try:
-        reader = open_reader(checkpoint, layers)
+        reader = open_reader(checkpoint, layers, extra)
         report.add("reader", [], reader.description)
+        if extra:
+            more = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            report.notes.append(f"transformers does not load {extra[0]}{more}")
         different = [
             f"{layer.name} has other weights in transformers"
             for layer in layers
