@@ -56,7 +56,7 @@ class StagedBlock:
         experts: which of the tokens reach each expert.
 
     Raises:
-        QuantizationError: a layer is never run by the first window.
+        QuantizationError: a layer is never run by a window.
     """
 
     def __init__(
@@ -69,7 +69,8 @@ class StagedBlock:
     ) -> None:
         self._block, self._index, self._linears, self._batches = block, index, dict(linears), batches
         self.experts = ExpertTokens(block, index, self._linears, options, self._position)
-        self.stages = discover_stages(block, index, self._linears, batches[0])
+        fewest = min(batches, key=lambda batch: batch.hidden.shape[0])  # the probe, one window, where there is one
+        self.stages = discover_stages(block, index, self._linears, fewest)
         self._solved: set[str] = set()
         self._input_transforms: dict[str, Callable[[Tensor], Tensor]] = {}
         self._passes = [greenlet(self._run) for _ in batches]
