@@ -25,6 +25,7 @@ from quantkit.checkpoint_folder import remove, take_places, working_folders
 from quantkit.checkpoint_writer import CheckpointWriter
 from quantkit.errors import RecipeError
 from quantkit.finished_outputs import finished_manifest
+from quantkit.float16_scales import fit_scales
 from quantkit.gguf_files import GgufFile, gguf_only_notes, moves_of, places_of, plan_gguf_files, write_gguf_files
 from quantkit.journal import Journal
 from quantkit.manifest import MANIFEST_NAME, build_manifest, probe_record, provenance
@@ -194,14 +195,19 @@ def _copy_the_rest(plan: Plan, writers: Sequence[CheckpointWriter], progress: Pr
 
 
 def _algorithm(recipe: Recipe, plan: Plan) -> Algorithm:
-    """The recipe's algorithm, finding scales in the type that every output stores."""
+    """The recipe's algorithm, finding scales that every output stores."""
     section = recipe.require_quantization().algorithm
     algorithm = load_algorithm(section.name, section.model_dump(exclude={"name"}))
 
     def solve(
         weight: Tensor, statistics: InputStatistics | None, scheme: QuantScheme, options: Any, dtype: torch.dtype
     ) -> Solution:
-        return algorithm.solve(weight, statistics, scheme, options, plan.scale_dtype)
+        solution: Solution = algorithm.solve(weight, statistics, scheme, options, plan.scale_dtype)
+        if not plan.has_float16_scales:
+            return solution
+        fitted, groups = fit_scales(weight, solution.weight)
+        why = (f"rounded to nearest in {groups} groups, whose scales are too small for float16",) if groups else ()
+        return replace(solution, weight=fitted, fallbacks=(*solution.fallbacks, *why))
 
     return replace(algorithm, solve=solve)
 

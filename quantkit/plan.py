@@ -117,6 +117,11 @@ class Plan:
         return torch.float16 if torch.float16 in dtypes else self.source.dtype
 
     @property
+    def has_float16_scales(self) -> bool:
+        """Whether an output stores scales in float16 whatever the model's type is."""
+        return any(output.format.name != "compressed-tensors" for output in self.outputs)
+
+    @property
     def specs(self) -> Mapping[str, TensorSpec]:
         """Every tensor of the first output."""
         return self.outputs[0].specs

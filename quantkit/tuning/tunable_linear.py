@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from quantkit.float16_scales import fits
 from quantkit.primitives import QuantizedWeight, fake_quantize_input
 from quantkit.scheme import QuantScheme
 
@@ -102,9 +103,12 @@ class TunableLinear(nn.Module):
         self.out_features, self.in_features = weight.codes.shape
 
     def scale(self) -> Tensor:
-        """[N, G] the present scales in storage dtype; one that would vanish keeps its start."""
-        moved = (self.base * (1 + self.shift.detach())).to(self.dtype)
-        return torch.where(torch.isfinite(moved) & (moved != 0), moved, self.base.to(self.dtype))
+        """[N, G] the present scales in storage dtype; one that would vanish, or leave float16, keeps its start."""
+        moved, start = (self.base * (1 + self.shift.detach())).to(self.dtype), self.base.to(self.dtype)
+        keeps = ~torch.isfinite(moved) | (moved == 0)
+        if self.dtype == torch.bfloat16:  # which float16 does not hold at its ends
+            keeps |= fits(start) & ~fits(moved)
+        return torch.where(keeps, start, moved)
 
     def codes(self) -> Tensor:
         """[N, K] int8 the present codes."""

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from quantkit import checkpoint_folder, pipeline
-from quantkit.errors import CalibrationError, CheckpointError, RecipeError, SourceError
+from quantkit.errors import CalibrationError, CheckpointError, QuantizationError, RecipeError, SourceError
 from quantkit.formats import read_quantization_config
 from quantkit.independent_reader import stored_layers
 from quantkit.pipeline import quantize_model
@@ -241,6 +241,42 @@ def test_tensors_that_transformers_does_not_load_are_in_every_output(
         report = verify_checkpoint(tmp_path / form, open_source(model))
         assert report.failed() == []
         assert "transformers does not load model.layers.2.mtp.proj.weight" in report.notes
+
+
+@pytest.mark.parametrize("scheme", ["W4A16", "W4A16_ASYM"])
+def test_weights_too_small_for_scales_in_float16_are_stored_in_every_format(
+    scheme: str, bf16_model: Path, make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    name = "model.layers.0.self_attn.q_proj"
+
+    def shrink(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[f"{name}.weight"][3] *= 1e-5
+        tensors[f"{name}.weight"][4] *= 1e-12
+
+    model = changed(bf16_model, tmp_path / "small", shrink)
+    layers = quantize_model(make_recipe(model, scheme))["layers"]
+    said = {layer["name"]: layer["fallbacks"] for layer in layers if layer["fallbacks"]}
+    assert set(said) == {f"model.layers.0.self_attn.{part}_proj" for part in "qkv"}  # solved as one stack
+    assert "groups, whose scales are too small for float16" in said[name][0]
+    for form in FORMATS:
+        assert verify_checkpoint(tmp_path / form, open_source(model), load_model=False).failed() == []
+    checkpoint = open_source(tmp_path / "gptq")
+    assert checkpoint.quantization is not None
+    config = read_quantization_config(checkpoint.quantization)
+    weights = {layer.name: layer.weight for layer in stored_layers(checkpoint, config, checkpoint.skeleton())}
+    stored = weights[name].dequantize()[3]
+    original = load_file(model / "model.safetensors")[f"{name}.weight"][3].float()
+    step = weights[name].scale[3].float().abs().repeat_interleave(len(stored) // weights[name].scale.shape[1])
+    assert ((stored - original).abs() <= 0.51 * step).all()
+
+
+def test_a_scale_that_overflows_float16_names_the_layer(
+    make_tiny_model: Callable[..., Path], make_recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    plain = make_tiny_model("llama", tmp_path / "float32")
+    large = changed(plain, tmp_path / "large", lambda t: t["model.layers.0.self_attn.q_proj.weight"].mul_(1e7))
+    with pytest.raises(QuantizationError, match=r"layers\.0\.self_attn\.q_proj: a scale overflows float16.*compressed"):
+        quantize_model(make_recipe(large))
 
 
 @pytest.mark.parametrize("form", FORMATS)
