@@ -28,17 +28,16 @@ def fit_scales(weight: Tensor, solved: QuantizedWeight) -> tuple[QuantizedWeight
         The weight, and in how many groups it was rounded again.
 
     Raises:
-        QuantizationError: a scale overflows.
+        QuantizationError: a scale has become infinite. One that only the format cannot hold is left to its writer.
     """
     scale = solved.scale
-    limit = torch.finfo(torch.float16).max
-    if not bool((scale.float().abs() <= limit).all()):
+    if not bool(torch.isfinite(scale).all()):
         largest = float(weight.abs().max())
         raise QuantizationError(
             f"a scale overflows float16, in which gptq and awq store scales (the largest weight is {largest:.4g})",
             fix="Write compressed-tensors, which keeps the model's own type, or leave this layer as it is",
         )
-    small = ~fits(scale)
+    small = ~fits(scale) & (scale.abs() < 1)
     if not bool(small.any()):
         return solved, 0
     wide = scale.float()
