@@ -190,7 +190,7 @@ def _tunable(
         original = weight.dequantize() if plan.transforms else module.weight.detach()
         offsets = CodeOffsets.start(weight, original)
     bias = None if module.bias is None else module.bias.detach()
-    tunable = TunableLinear(weight, bias, plan.scale_dtype, input_scale, offsets)
+    tunable = TunableLinear(weight, bias, plan.scale_dtype, input_scale, offsets, plan.source.dtype)
     forget_weights([module])
     return tunable
 

@@ -81,6 +81,7 @@ class TunableLinear(nn.Module):
         dtype: storage dtype of the scales: the product always sees scales that are rounded to it.
         input_scale: [1], of a scheme with static inputs.
         offsets: to let the codes move too.
+        weight_dtype: in which a reader makes the weights of codes and scales: the product sees them rounded to it.
 
     Attributes:
         shift: [N, G] float32 parameter, the change of each scale relative to its start.
@@ -93,9 +94,10 @@ class TunableLinear(nn.Module):
         dtype: torch.dtype,
         input_scale: Tensor | None = None,
         offsets: CodeOffsets | None = None,
+        weight_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
-        self.start, self.dtype, self.offsets = weight, dtype, offsets
+        self.start, self.dtype, self.offsets, self.weight_dtype = weight, dtype, offsets, weight_dtype
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.input_scale = input_scale
         self.base = weight.scale.float()
@@ -122,6 +124,10 @@ class TunableLinear(nn.Module):
         """The present weight as it would be stored."""
         return QuantizedWeight(self.codes(), self.scale(), self.start.scheme, self.start.zero_point)
 
+    def as_read(self) -> Tensor:
+        """[N, K] float32 the present weight as a reader of the checkpoint makes it."""
+        return self.quantized().dequantize(self.weight_dtype).float()
+
     def forward(self, x: Tensor) -> Tensor:
         """[..., N] from [..., K] float32."""
         scheme: QuantScheme = self.start.scheme
@@ -140,17 +146,16 @@ class _Product(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shift: Tensor, layer: TunableLinear) -> Tensor:
         ctx.save_for_backward(x)
         ctx.layer = layer
-        return x @ layer.quantized().dequantize().T
+        return x @ layer.as_read().T
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None]:
         (x,), layer = ctx.saved_tensors, ctx.layer
         gradient = gradients[0]
-        weight = layer.quantized()
-        for_x = gradient @ weight.dequantize() if ctx.needs_input_grad[0] else None
+        for_x = gradient @ layer.as_read() if ctx.needs_input_grad[0] else None
         for_weight = gradient.flatten(0, -2).T @ x.flatten(0, -2)
         ones = torch.ones_like(layer.base)
-        steps = QuantizedWeight(weight.codes, ones, weight.scheme, weight.zero_point).dequantize()
+        steps = QuantizedWeight(layer.codes(), ones, layer.start.scheme, layer.start.zero_point).dequantize()
         groups = (layer.base.shape[0], layer.base.shape[1], -1)
         for_scale = (for_weight.view(groups) * steps.view(groups)).sum(-1)
         if layer.offsets is not None:

@@ -221,6 +221,16 @@ def test_tuning_lowers_the_kl_and_the_checkpoint_holds_what_it_found(
     assert not report.skipped
 
 
+def test_a_bfloat16_model_is_tuned_with_the_weights_that_a_reader_makes(
+    make_tiny_model: Callable[..., Path], corpus: Path, tmp_path: Path
+) -> None:
+    model = make_tiny_model("llama", tmp_path / "model", dtype=torch.bfloat16)
+    quantize_model(_recipe(model, corpus, f"[{{format: compressed-tensors, path: {tmp_path / 'out'}}}]"))
+    report = verify_checkpoint(tmp_path / "out")  # the probe's logits are of weights that are rounded to bfloat16
+    report.raise_for_failure()
+    assert not report.skipped
+
+
 def test_all_outputs_hold_the_tuned_weights(tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path) -> None:
     outputs = ", ".join(
         f"{{format: {name}, path: {tmp_path / name}}}" for name in ("compressed-tensors", "gptq", "awq")
