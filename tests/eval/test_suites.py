@@ -162,3 +162,17 @@ def test_schemas_of_the_suite_are_valid_and_narrow() -> None:
         assert not Draft202012Validator(item.schema).is_valid({})
         assert not Draft202012Validator(item.schema).is_valid(item.schema)
         assert json.dumps(item.schema, ensure_ascii=False) in item.prompt
+
+
+def test_examples_of_schema_fit_their_schemas_and_no_question() -> None:
+    for item in suite_of("schema").generate(N, 4):
+        *shown, question = item.messages
+        asked, answers = shown[::2], shown[1::2]
+        assert len(asked) == len(answers) == 2
+        assert item.schema is not None
+        for turn, answer in zip(asked, answers, strict=True):
+            schema, _ = json.JSONDecoder().raw_decode(turn["content"], turn["content"].index("{"))
+            checker = Draft202012Validator(schema, format_checker=Draft202012Validator.FORMAT_CHECKER)
+            checker.validate(json.loads(answer["content"]))
+            assert not Draft202012Validator(item.schema).is_valid(json.loads(answer["content"]))
+        assert question["role"] == "user"

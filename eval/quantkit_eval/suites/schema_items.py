@@ -21,9 +21,36 @@ WORDINGS = (
     "JSON Schema: {schema}\nInvent one example for it. JSON only.",
     "{schema}\nThis is the JSON Schema of a form. Fill in the form, with JSON.",
 )
-# The turn before the question: what a schema and an object that fits it look like.
-EXAMPLE: list[Property] = [("song", {"type": "string"}), ("year", {"type": "integer", "minimum": 1900})]
-EXAMPLE_ANSWER = '{"song": "Yesterday", "year": 1965}'
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+# Turns before the question, by kind: a schema that is no item's, and an object that fits it. A model that sees but one
+# schema repeats its answer whatever is asked, so two are shown: a common one, and one of the item's own kind.
+EXAMPLES: Mapping[str, tuple[Schema, Any]] = {
+    "plain": ({"song": TEXT, "year": NUMBER | {"minimum": 1900}}, {"song": "Yesterday", "year": 1965}),
+    "enum": ({"size": {"enum": ["small", "medium", "large"]}}, {"size": "medium"}),
+    "array": ({"tags": {"type": "array", "items": TEXT, "minItems": 2, "maxItems": 4}}, {"tags": ["new", "round"]}),
+    "nested": (
+        {
+            "owner": {
+                "type": "object",
+                "properties": {"nickname": TEXT, "floor": NUMBER},
+                "required": ["nickname", "floor"],
+                "additionalProperties": False,
+            }
+        },
+        {"owner": {"nickname": "Ann", "floor": 30}},
+    ),
+    "bounded": ({"height": {"type": "number", "minimum": 10, "maximum": 60}}, {"height": 42}),
+    "unicode": ({"straße": TEXT}, {"straße": "Hauptweg"}),
+    "format": ({"clock": {"type": "string", "format": "time"}}, {"clock": "12:30:00Z"}),
+    "anyof": ({"reply": {"anyOf": [{"type": "boolean"}, {"type": "null"}]}}, {"reply": None}),
+    "const": ({"kind": {"const": "box"}}, {"kind": "box"}),
+    "ref": ({"end": {"$ref": "#/$defs/point"}}, {"end": [3, 4]}),
+    "pattern": ({"room": {"type": "string", "pattern": "^[A-Z][0-9]{2}$"}}, {"room": "B12"}),
+    "longenum": (
+        {"fruit": {"enum": ["apple", "plum", "pear", "cherry", "fig", "lemon", "peach", "melon"]}},
+        {"fruit": "plum"},
+    ),
+}
 
 
 def _plain(rng: random.Random) -> Property:
@@ -126,14 +153,20 @@ def _make(draw: Draw) -> Item:
     rng.shuffle(properties)
     if draw.level == 3:
         properties.append(("details", _closed([_plain(rng)])))
+    schema, wording = _whole(properties), WORDINGS[draw.wording]
+    shown = [EXAMPLES[name] for name in ("enum" if draw.kind == "plain" else "plain", draw.kind)]
+    examples = [(wording.format(schema=_text(_whole(list(asked.items())))), _text(given)) for asked, given in shown]
+    return Item.after_examples(draw.id, examples, wording.format(schema=_text(schema)), None, schema)
+
+
+def _whole(properties: list[Property]) -> Schema:
+    """The schema of an object that has exactly these properties, with the definition that they refer to."""
     schema = _closed(properties)
-    text = json.dumps(schema, ensure_ascii=False)
-    if "#/$defs/point" in text:
-        schema["$defs"] = {"point": POINT}
-        text = json.dumps(schema, ensure_ascii=False)
-    wording = WORDINGS[draw.wording]
-    example = wording.format(schema=json.dumps(_closed(EXAMPLE)))
-    return Item.after_examples(draw.id, [(example, EXAMPLE_ANSWER)], wording.format(schema=text), None, schema)
+    return schema | {"$defs": {"point": POINT}} if "#/$defs/point" in _text(schema) else schema
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 generate_items = partial(items_in_turn, _make, CELLS, len(WORDINGS))
