@@ -7,6 +7,7 @@ import torch
 from quantkit.architectures import fused_units
 from quantkit.formats import StoredConfig
 from quantkit.formats.expert_names import experts_of
+from quantkit.formats.holds import why_not_experts
 from quantkit.scheme import PER_CHANNEL, QuantScheme
 
 VLLM_BITS = (4, 8)
@@ -41,10 +42,7 @@ def vllm_problems(config: StoredConfig, names: Sequence[str], stays: Sequence[st
 
 
 def _expert_problems(config: StoredConfig, names: Sequence[str]) -> list[str]:
-    """What vLLM has against quantized experts.
-
-    Source: vLLM, quantization/compressed_tensors/compressed_tensors_moe.
-    """
+    """What vLLM has against quantized experts."""
     schemes: dict[str, dict[QuantScheme | None, str]] = {}
     for name in names:
         experts = experts_of(name)
@@ -57,12 +55,9 @@ def _expert_problems(config: StoredConfig, names: Sequence[str]) -> list[str]:
             problems.append(f"vLLM fuses {experts}, where {first[1]} is {first[0]} and {second[1]} is {second[0]}")
             continue
         (scheme,) = found
-        if scheme is None or config.format.name != "compressed-tensors":
-            continue
-        if not scheme.symmetric:
-            problems.append(f"vLLM reads no zero points of experts from compressed-tensors ({experts}: {scheme})")
-        if scheme.input is not None and not scheme.input.dynamic:
-            problems.append(f"vLLM takes experts with dynamic 8-bit inputs only ({experts}: {scheme})")
+        problem = None if scheme is None else why_not_experts(config.format.name, scheme)
+        if problem is not None:
+            problems.append(f"{problem} ({experts}: {scheme})")
     return problems
 
 

@@ -11,6 +11,8 @@ from quantkit.architectures import DecoderBlocks, find_decoder_blocks
 from quantkit.errors import RecipeError, SourceError
 from quantkit.experts import linear_experts, router_names
 from quantkit.formats import Format
+from quantkit.formats.expert_names import experts_of
+from quantkit.formats.holds import why_not_experts
 from quantkit.formats.safetensors_file import TensorSpec
 from quantkit.plan_kv_scales import attention_on_disk, scale_specs
 from quantkit.plan_layers import (
@@ -305,8 +307,16 @@ def _layer_specs(number: int, form: Format, name: str, info: TensorInfo, scheme:
     """The tensors of a layer in one output.
 
     Raises:
-        RecipeError: the format has no place for this shape.
+        RecipeError: the format has no place for this shape, or no engine reads it from there.
     """
+    problem = why_not_experts(form.name, scheme) if experts_of(name) else None
+    if problem is not None:
+        raise RecipeError(
+            f"outputs[{number}]: {problem}, and {name} is {scheme}",
+            fix=f"Give {experts_of(name)} another scheme by an override, such as W4A16 or W8A8"
+            + (", or write gptq" if scheme.input is None else ""),
+            keys=("outputs", number, "format"),
+        )
     try:
         return form.layer_specs(name, (info.shape[0], info.shape[1]), scheme, info.dtype)
     except ValueError as error:

@@ -99,10 +99,11 @@ def _read_dataset(source: DatasetSource) -> Iterator[Document]:
             fix=install_command("datasets"),
         ) from error
     try:
-        rows = load_dataset(source.name, split=source.split)
+        rows = load_dataset(source.name, source.config, split=source.split)
     except Exception as error:  # datasets raises errors of a dozen libraries; each means that it cannot be loaded
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CalibrationError(f"cannot load the dataset {source.name} (split {source.split}): {first}") from error
+        part = f"split {source.split}" if source.config is None else f"config {source.config}, split {source.split}"
+        raise CalibrationError(f"cannot load the dataset {source.name} ({part}): {first}") from error
     if source.column not in rows.column_names:
         raise CalibrationError(
             f"the dataset {source.name} has no column {source.column!r}", fix=f"Choose from {rows.column_names}"

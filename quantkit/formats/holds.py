@@ -25,3 +25,21 @@ def why_not(form: str, scheme: QuantScheme) -> str | None:
     elif form == "awq":
         holds = scheme.num_bits == 4 and scheme.group_size != PER_CHANNEL
     return None if holds else f"{form} cannot hold {scheme}; it holds {HOLDS[form]}"
+
+
+def why_not_experts(form: str, scheme: QuantScheme) -> str | None:
+    """What engines have against experts of a mixture that a format holds in a scheme; None if nothing.
+
+    Args:
+        form: a name of ``FORMATS``.
+        scheme: of all experts of a layer.
+
+    Source: vLLM, quantization/compressed_tensors/compressed_tensors_moe.
+    """
+    if form != "compressed-tensors":
+        return None
+    if not scheme.symmetric:
+        return "vLLM reads no zero points of experts from compressed-tensors"
+    if scheme.input is not None and not scheme.input.dynamic:
+        return "vLLM takes experts with dynamic 8-bit inputs only"
+    return None

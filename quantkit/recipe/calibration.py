@@ -27,10 +27,11 @@ class JsonlSource(Section):
 
 
 class DatasetSource(Section):
-    """A column of a Hugging Face dataset."""
+    """A column of a Hugging Face dataset; ``config`` is one of its configurations, where it has several."""
 
     kind: Literal["dataset"]
     name: Text
+    config: Text | None = None
     split: Text = "train"
     column: Text = "text"
     count: CountedTokens = "all"

@@ -307,9 +307,18 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_refused(
 def test_a_dataset_from_disk_and_its_errors(model: ModelSource, monkeypatch: pytest.MonkeyPatch) -> None:
     datasets = pytest.importorskip("datasets", reason="needs the package datasets (extra `datasets`)")
     rows = datasets.Dataset.from_dict({"text": ["a row of text that is long enough " * 5] * 10, "n": list(range(10))})
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: rows)
-    made = build_calibration(_calibration({"kind": "dataset", "name": "owner/some"}), model)
+    asked: list[tuple[str, str | None, str]] = []
+
+    def load(name: str, config: str | None, *, split: str) -> Any:
+        asked.append((name, config, split))
+        return rows
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = {"kind": "dataset", "name": "owner/some", "config": "part-v1"}
+    made = build_calibration(_calibration(source), model)
     assert made.sources[0]["documents"] == 10
+    build_calibration(_calibration({"kind": "dataset", "name": "owner/some"}), model)
+    assert asked == [("owner/some", "part-v1", "train"), ("owner/some", None, "train")]
     with pytest.raises(CalibrationError, match="no column 'body'"):
         build_calibration(_calibration({"kind": "dataset", "name": "owner/some", "column": "body"}), model)
     with pytest.raises(CalibrationError, match="neither text nor messages"):

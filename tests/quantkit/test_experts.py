@@ -262,7 +262,25 @@ def test_without_statistics_no_token_is_needed(starving: Path, recipe: MakeRecip
     manifest = quantize_model(recipe(starving, algorithm="rtn"))
     assert {layer["input_tokens"] for layer in _records(manifest, ".experts.")} == {None}
     with pytest.raises(CalibrationError, match="expert 3 sees 0"):
-        quantize_model(recipe(starving, scheme="W8A8_STATIC", algorithm="rtn"), overwrite=True)
+        quantize_model(recipe(starving, algorithm="rtn, search: true"), overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "reason", "fix"),
+    [
+        ("W8A8_STATIC", "vLLM takes experts with dynamic 8-bit inputs only", "such as W4A16 or W8A8"),
+        ("W4A16_ASYM", "vLLM reads no zero points of experts from compressed-tensors", "or write gptq"),
+    ],
+)
+def test_what_no_engine_reads_of_experts_is_refused_beforehand(
+    families: Callable[[str], Path], recipe: MakeRecipe, scheme: str, reason: str, fix: str
+) -> None:
+    with pytest.raises(RecipeError, match=rf"outputs\[0\]: {reason}, and .*experts\.0\.") as caught:
+        make_plan(recipe(families("qwen3_moe"), scheme=scheme, algorithm="rtn"))
+    assert fix in str(caught.value)
+    spared = "overrides: [{match: '.*experts.*', scheme: W8A8}]"
+    make_plan(recipe(families("qwen3_moe"), scheme="W8A8_STATIC", algorithm="rtn", extra=spared))
+    make_plan(recipe(families("qwen3_moe"), scheme="W4A16_ASYM", algorithm="rtn", formats="gptq"))
 
 
 def test_min_tokens_goes_with_routed_tokens(tmp_path: Path) -> None:
