@@ -18,7 +18,7 @@ from typing import Any
 import quantkit
 import quantkit_eval
 import quantkit_kernels
-from quantkit.gguf_source import cache_folder, file_sha256
+from quantkit.source.gguf import cache_folder, file_sha256
 from quantkit_eval.comparability import Evaluation
 from quantkit_eval.errors import RecordError
 from quantkit_eval.file_lock import hold_records

@@ -6,19 +6,19 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import __version__
+from quantkit.checkpoint.output_paths import check_outputs, check_reports, records_folder
 from quantkit.errors import CheckpointError
 from quantkit.evaluation_cache import CachedEvaluation
 from quantkit.export_gguf.output_file import written_files
 from quantkit.export_gguf.verify import verify_gguf
 from quantkit.formats.shards import write_text_durably
-from quantkit.gguf_source import file_sha256
-from quantkit.output_paths import check_outputs, check_reports, records_folder
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import GgufOutput, Recipe, name_places
 from quantkit.recipe.gates import FileSuite
 from quantkit.serve import Engine, EngineConfig, EngineModel
 from quantkit.serve.device import DeviceName
 from quantkit.source import ModelSource, open_model
+from quantkit.source.gguf import file_sha256
 from quantkit.text_model import EngineTextModel
 from quantkit.verify import verify_checkpoint
 from quantkit_eval.comparability import Evaluation

@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.calibration.dataset import CalibrationSet
+from quantkit.checkpoint.manifest import MANIFEST_NAME, build_manifest, manifest_path, read_manifest
 from quantkit.errors import CheckpointError
 from quantkit.export_gguf.calibrated_blocks import measure_importance
 from quantkit.export_gguf.export import Progress
@@ -17,7 +18,6 @@ from quantkit.export_gguf.plan import ExportPlan, make_export_plan
 from quantkit.export_gguf.request import write_calibrated
 from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.formats.shards import write_text_durably
-from quantkit.manifest import MANIFEST_NAME, build_manifest, manifest_path, read_manifest
 from quantkit.recipe import GgufOutput, Recipe, name_places
 from quantkit.source import ModelSource
 from quantkit_eval.file_lock import LOCK_NAME
@@ -99,7 +99,7 @@ def write_gguf_files(
         recipe: of the run.
         files: its files.
         folders: the working folder of each.
-        facts: of :func:`quantkit.manifest.provenance`.
+        facts: of :func:`quantkit.checkpoint.manifest.provenance`.
         calibration: the recipe's tokens; None: every column of a weight counts the same.
         progress: is called with (stage, done, total).
 

@@ -7,13 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.manifest import read_manifest
 from quantkit.errors import CheckpointError, SourceError
 from quantkit.formats import read_quantization_config
 from quantkit.formats.gguf.header import GgufHeader, GgufHeaderError, read_gguf_header
 from quantkit.formats.safetensors_file import DTYPE_NAMES
-from quantkit.manifest import read_manifest
-from quantkit.skeleton import code_tensors
 from quantkit.source import ModelSource, TensorInfo, open_source
+from quantkit.source.skeleton import code_tensors
 
 SCHEMA_VERSION = 1
 NUM_LARGEST = 10

@@ -21,21 +21,21 @@ from quantkit.calibration.heap import return_large_blocks
 from quantkit.calibration.key_value_range import observe_keys_and_values
 from quantkit.calibration.staged_block import BlockBatch, StagedBlock
 from quantkit.calibration.statistics import InputStatistics
-from quantkit.checkpoint_folder import remove, take_places, working_folders
-from quantkit.checkpoint_writer import CheckpointWriter
+from quantkit.checkpoint.finished_outputs import finished_manifest
+from quantkit.checkpoint.folder import remove, take_places, working_folders
+from quantkit.checkpoint.journal import Journal
+from quantkit.checkpoint.manifest import MANIFEST_NAME, build_manifest, probe_record, provenance
+from quantkit.checkpoint.output_paths import check_outputs, put_back_outputs
+from quantkit.checkpoint.stored_weights import refuse_broken_weights
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import RecipeError
-from quantkit.finished_outputs import finished_manifest
 from quantkit.float16_scales import fit_scales
 from quantkit.gguf_files import GgufFile, gguf_only_notes, moves_of, places_of, plan_gguf_files, write_gguf_files
-from quantkit.journal import Journal
-from quantkit.manifest import MANIFEST_NAME, build_manifest, probe_record, provenance
-from quantkit.output_paths import check_outputs, put_back_outputs
 from quantkit.plan import Plan, make_plan
 from quantkit.recipe import Calibration, Recipe, name_places
 from quantkit.scheme import QuantScheme
 from quantkit.solve import SolvedLayer, solve_block
 from quantkit.source import ModelSource, open_model
-from quantkit.stored_weights import refuse_broken_weights
 from quantkit.transforms.fold_block import transform_block
 from quantkit.tuning.apply import tune_checkpoint
 from quantkit.tuning.windows import TuningSource, read_tuning_sources

@@ -200,10 +200,10 @@ def write_rtn_checkpoint() -> Callable[..., Path]:
     import json
     import shutil
 
+    from quantkit.checkpoint.manifest import probe_record
     from quantkit.formats import Format
     from quantkit.formats.safetensors_file import TensorSpec
     from quantkit.formats.shards import ShardWriter
-    from quantkit.manifest import probe_record
     from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
     from quantkit.scheme import QuantScheme
     from quantkit.source import open_source

@@ -12,7 +12,7 @@ from quantkit.allocation.units import Unit, find_units
 from quantkit.calibration.dataset import CalibrationSet
 from quantkit.errors import RecipeError
 from quantkit.plan import Plan, make_plan
-from quantkit.plan_schemes import overridden
+from quantkit.plan.schemes import overridden
 from quantkit.recipe import Quantization, Recipe, name_places
 from quantkit.scheme import GROUP_SIZES, PER_CHANNEL, QuantScheme
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from quantkit.errors import CalibrationError
-from quantkit.experts import LinearExperts, linear_experts
 from quantkit.recipe.quantization import Experts
+from quantkit.source.experts import LinearExperts, linear_experts
 
 
 class ExpertTokens:

@@ -14,9 +14,9 @@ from typing import Any
 from quantkit import __version__
 from quantkit.calibration.sources import BUILTIN, BUILTIN_CHAT, Conversation, read_jsonl
 from quantkit.errors import CalibrationError
-from quantkit.gguf_source import cache_folder
 from quantkit.recipe import SelfGeneratedSource
 from quantkit.source import ModelSource
+from quantkit.source.gguf import cache_folder
 
 Progress = Callable[[str, int, int], None]
 MAX_NUM_SEQS = 64

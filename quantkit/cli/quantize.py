@@ -79,7 +79,7 @@ def _show_plan(recipe: "Recipe", *, overwrite: bool, as_json: bool) -> None:
 
 
 def _summary(recipe: "Recipe") -> list[str]:
-    from quantkit.manifest import read_manifest
+    from quantkit.checkpoint.manifest import read_manifest
 
     lines = []
     if recipe.checkpoints:

@@ -15,20 +15,20 @@ from quantkit.calibration.dataset import CalibrationSet, build_calibration
 from quantkit.calibration.sources import BUILTIN
 from quantkit.calibration.staged_block import StagedBlock
 from quantkit.calibration.statistics import InputStatistics, Wanted
-from quantkit.experts import LinearExperts, fused_weight, is_fused, why_not_linear
+from quantkit.checkpoint.stored_weights import refuse_broken_weights
 from quantkit.export_gguf.plan import ExportPlan
 from quantkit.export_gguf.tensors import ExportTensor
 from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.recipe.calibration import Calibration, JsonlSource, TextSource
 from quantkit.recipe.quantization import Experts
 from quantkit.source import ModelSource
-from quantkit.stored_weights import refuse_broken_weights
+from quantkit.source.experts import LinearExperts, fused_weight, is_fused, why_not_linear
 
 Progress = Callable[[str, int, int], None]
 BATCH_TOKENS = 2048
 _COLUMNS = Wanted(columns=True)
 _HOWEVER_FEW = Experts.model_construct(calibrate="routed", min_tokens=0)  # experts without tokens have no importance
-_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")  # of `quantkit.experts.LinearExperts`
+_EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj")  # of `quantkit.source.experts.LinearExperts`
 _PARTS = {"gate": ("gate_up_proj", 0), "up": ("gate_up_proj", 1), "down": ("down_proj", None)}
 
 

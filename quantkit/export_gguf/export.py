@@ -20,8 +20,8 @@ from quantkit.export_gguf.plan import ExportPlan, make_export_plan, refuse_codes
 from quantkit.export_gguf.tensors import ExportTensor, ParameterReader
 from quantkit.formats.gguf.block_types import BLOCK_TYPES
 from quantkit.formats.gguf.blocks import encode_rows
-from quantkit.gguf_source import file_sha256
 from quantkit.source import ModelSource
+from quantkit.source.gguf import file_sha256
 
 Progress = Callable[[str, int, int], None]
 Solved = Mapping[str, Tensor]  # GGUF name -> bytes that an algorithm has made

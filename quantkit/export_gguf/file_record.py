@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from quantkit import __version__
+from quantkit.checkpoint.manifest import SCHEMA_VERSION, manifest_path
 from quantkit.formats.shards import write_text_durably
-from quantkit.manifest import SCHEMA_VERSION, manifest_path
 from quantkit.source import ModelSource
 
 

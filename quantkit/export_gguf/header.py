@@ -14,9 +14,9 @@ from quantkit.export_gguf.mixes import file_type_number
 from quantkit.export_gguf.plan import ExportPlan
 from quantkit.export_gguf.tokenizer import add_tokenizer
 from quantkit.formats.gguf.header import DEFAULT_ALIGNMENT, read_gguf_header
-from quantkit.gguf_source import CONFIG_KEY
-from quantkit.model_folder import read_json
 from quantkit.source import ModelSource
+from quantkit.source.folder import read_json
+from quantkit.source.gguf import CONFIG_KEY
 
 FINGERPRINT_KEY = "quantkit.source_fingerprint"
 PRETOKENIZER_KEY = "quantkit.pretokenizer"  # the one that the user named

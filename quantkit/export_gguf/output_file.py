@@ -11,8 +11,8 @@ from pathlib import Path
 
 from gguf import GGUFWriter
 
+from quantkit.checkpoint.manifest import manifest_path
 from quantkit.errors import CheckpointError, UsageError
-from quantkit.manifest import manifest_path
 
 _PART = re.compile(r"(.+)-\d{5}-of-(\d{5})")
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from quantkit.errors import SourceError
 from quantkit.export_gguf.families import find_family
 from quantkit.export_gguf.tensors import ExportTensor, list_tensors
-from quantkit.gguf_source import CONFIG_KEY
-from quantkit.skeleton import build_skeleton
+from quantkit.source.gguf import CONFIG_KEY
+from quantkit.source.skeleton import build_skeleton
 
 
 def read_back(

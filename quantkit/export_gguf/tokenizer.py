@@ -13,7 +13,7 @@ from quantkit.errors import UsageError
 from quantkit.export_gguf.pretokenizer import identify_pretokenizer, recognized
 from quantkit.export_gguf.sentencepiece_model import read_scores
 from quantkit.export_gguf.unigram import Normalization, read_normalization, unigram_scores
-from quantkit.model_folder import read_json
+from quantkit.source.folder import read_json
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 NAMED = "the pre-tokenizer was named"  # how a note begins

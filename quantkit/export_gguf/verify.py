@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.manifest import manifest_path, read_manifest
 from quantkit.errors import CheckpointError
 from quantkit.export_gguf.header import FINGERPRINT_KEY, PRETOKENIZER_KEY, WEIGHTED_KEY
 from quantkit.export_gguf.output_file import all_parts, asked_name
@@ -13,9 +14,8 @@ from quantkit.export_gguf.verify_logits import check_logits
 from quantkit.export_gguf.verify_metadata import check_metadata
 from quantkit.export_gguf.verify_tensors import check_tensors
 from quantkit.formats.gguf.header import GgufHeader, GgufHeaderError, read_gguf_header
-from quantkit.gguf_source import file_sha256
-from quantkit.manifest import manifest_path, read_manifest
 from quantkit.source import ModelSource
+from quantkit.source.gguf import file_sha256
 from quantkit.verify import VerifyReport
 
 

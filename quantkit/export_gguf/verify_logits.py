@@ -13,7 +13,7 @@ from quantkit.export_gguf import llama_cpp
 from quantkit.export_gguf.plan import ExportPlan
 from quantkit.export_gguf.read_back import put_back, read_back
 from quantkit.export_gguf.tensors import ExportTensor
-from quantkit.gguf_source import CONFIG_KEY
+from quantkit.source.gguf import CONFIG_KEY
 from quantkit.verify import LOGIT_TOLERANCE, VerifyReport
 
 MAX_TOKENS = 64

@@ -6,7 +6,7 @@ from typing import Any
 from quantkit.export_gguf.header import FINGERPRINT_KEY, PRETOKENIZER_KEY, expected_metadata
 from quantkit.export_gguf.plan import ExportPlan
 from quantkit.export_gguf.tokenizer import NAMED
-from quantkit.gguf_source import CONFIG_KEY
+from quantkit.source.gguf import CONFIG_KEY
 from quantkit.verify import VerifyReport
 
 LABELS = ("general.name", "general.file_type")  # nothing that a reader computes with

@@ -10,11 +10,10 @@ from typing import Any
 
 import torch
 
+from quantkit.checkpoint.output_paths import check_reports
 from quantkit.errors import CheckpointError
 from quantkit.evaluation_cache import source_digest
 from quantkit.gate import check_recipe_suites
-from quantkit.gguf_source import file_sha256
-from quantkit.output_paths import check_reports
 from quantkit.recipe import Recipe, name_places
 from quantkit.recipe.variants import at_folder, recipe_data, variant_text
 from quantkit.search.candidates import Candidate, find_candidates
@@ -27,6 +26,7 @@ from quantkit.search.outcome import certified_record, conclude, write_outcome
 from quantkit.search.trial import TrialJob, build
 from quantkit.serve.device import DeviceName
 from quantkit.source import ModelSource, open_model
+from quantkit.source.gguf import file_sha256
 from quantkit_eval.statistics import ALPHA
 
 Progress = Callable[[str, int, int], None]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
+from quantkit.checkpoint.stored_weights import check_stored_weights
 from quantkit.errors import UsageError
 from quantkit.serve.admission import Admission
 from quantkit.serve.batch import build_batch
@@ -37,7 +38,6 @@ from quantkit.serve.stop_tokens import model_stop_token_ids
 from quantkit.serve.structured.spec import StructuredOutput
 from quantkit.serve.watchdog import Watchdog, dump_state
 from quantkit.source import ModelSource, open_source
-from quantkit.stored_weights import check_stored_weights
 
 if TYPE_CHECKING:
     from quantkit.serve.structured.compiler import GrammarCompiler

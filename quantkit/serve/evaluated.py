@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor
 
 from quantkit.errors import SourceError
-from quantkit.model_folder import first_line
 from quantkit.serve.chat import ChatTemplate, Message
 from quantkit.serve.engine import Engine
 from quantkit.serve.sampling_params import SamplingParams
 from quantkit.serve.structured.spec import StructuredOutput
+from quantkit.source.folder import first_line
 from quantkit_eval.protocol import Generation, GenerationRequest, hash_token_ids
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from quantkit.model_folder import read_json
+from quantkit.source.folder import read_json
 
 GENERATION_CONFIG = "generation_config.json"
 

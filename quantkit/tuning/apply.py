@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from quantkit.calibration.activations import forget_weights
 from quantkit.calibration.heap import large_blocks_kept
-from quantkit.checkpoint_writer import CheckpointWriter
-from quantkit.journal import TUNING_AGAIN_NAME, TUNING_RESULT_NAME, TUNING_STATE_NAME
+from quantkit.checkpoint.journal import TUNING_AGAIN_NAME, TUNING_RESULT_NAME, TUNING_STATE_NAME
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.plan import LayerPlan, Plan
 from quantkit.primitives import QuantizedWeight
 from quantkit.recipe.tuning import Tuning

@@ -291,7 +291,7 @@ def test_an_engine_warns_of_a_checkpoint_that_has_changed(
     change(Path("out/ck"), "model.norm.weight", 2.0)
     Engine("out/ck")
     assert "model.safetensors of ck has changed since it was written" in caplog.text
-    monkeypatch.setattr("quantkit.stored_weights.MAX_BYTES", 0)
+    monkeypatch.setattr("quantkit.checkpoint.stored_weights.MAX_BYTES", 0)
     Engine("out/ck")
     assert "the weights of ck were not compared with quantkit.json: they are large" in caplog.text
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quantkit.checkpoint_folder import put_back_replaced, take_places, working_folders
+from quantkit.checkpoint.folder import put_back_replaced, take_places, working_folders
 from quantkit.errors import CheckpointError
 
 
@@ -28,7 +28,7 @@ def test_a_second_run_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
 
 def test_a_run_of_another_process_is_seen_and_its_death_too(tmp_path: Path) -> None:
     code = (
-        "import sys\nfrom pathlib import Path\nfrom quantkit.checkpoint_folder import working_folders\n"
+        "import sys\nfrom pathlib import Path\nfrom quantkit.checkpoint.folder import working_folders\n"
         "with working_folders([Path(sys.argv[1])], keep=False):\n    print('in', flush=True)\n    sys.stdin.read()"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "out")]

@@ -14,18 +14,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from quantkit.allocation.units import find_units
-from quantkit.engine_rules import engine_notes, vllm_problems
 from quantkit.errors import CalibrationError, RecipeError
-from quantkit.experts import fused_weight, is_fused, linear_experts, router_names, why_not_linear
 from quantkit.formats import Format, read_quantization_config
-from quantkit.independent_reader import stored_layers
 from quantkit.pipeline import quantize_model
 from quantkit.plan import make_plan
 from quantkit.recipe import Recipe, parse_recipe
 from quantkit.scheme import PRESETS, QuantScheme
 from quantkit.serve import Engine, EngineConfig, SamplingParams
 from quantkit.source import open_source
+from quantkit.source.experts import fused_weight, is_fused, linear_experts, router_names, why_not_linear
 from quantkit.verify import verify_checkpoint
+from quantkit.verify.engine_rules import engine_notes, vllm_problems
+from quantkit.verify.independent_reader import stored_layers
 
 FAMILIES = ("mixtral", "qwen2_moe", "qwen3_moe")
 ON_DISK = {  # a gate projection of the third expert
@@ -116,7 +116,7 @@ def test_linear_experts_compute_what_fused_ones_do(family: str, families: Callab
 def test_experts_that_are_computed_otherwise_stay_fused() -> None:
     from transformers import CONFIG_MAPPING
 
-    from quantkit.skeleton import build_skeleton
+    from quantkit.source.skeleton import build_skeleton
 
     sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_local_experts": 4}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 64, "pad_token_id": 0}

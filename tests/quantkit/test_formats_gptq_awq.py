@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from quantkit.errors import CheckpointError
 from quantkit.formats import Format, awq, gptq, read_quantization_config
 from quantkit.formats.safetensors_file import TensorSpec
-from quantkit.independent_decoder import decode_steps
 from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.scheme import PRESETS, QuantScheme
+from quantkit.verify.independent_decoder import decode_steps
 
 SYMMETRIC, ASYMMETRIC = QuantScheme(4, 32), QuantScheme(4, 32, symmetric=False)
 

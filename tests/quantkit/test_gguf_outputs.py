@@ -13,6 +13,7 @@ from click.testing import CliRunner
 from transformers import AutoModelForCausalLM
 
 from quantkit import gate, gguf_files, pipeline
+from quantkit.checkpoint.output_paths import check_outputs
 from quantkit.cli import main
 from quantkit.errors import CheckpointError, QuantizationError, RecipeError, UsageError
 from quantkit.export_gguf import export_gguf
@@ -20,7 +21,6 @@ from quantkit.export_gguf.mixes import FILE_TYPES
 from quantkit.export_gguf.verify import verify_gguf
 from quantkit.formats.gguf.block_types import BLOCK_TYPES, PLAIN_TYPES
 from quantkit.formats.gguf.header import read_gguf_header
-from quantkit.output_paths import check_outputs
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.recipe.output import GgufFileType, GgufTensorType

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from quantkit import gguf_source
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.header import GgufHeaderError, read_gguf_header
+from quantkit.source import gguf as gguf_source
 from quantkit.source import open_source
 
 NAMES = {

@@ -16,13 +16,13 @@ from quantkit.architectures import find_decoder_blocks
 from quantkit.calibration.activations import enter_blocks
 from quantkit.calibration.key_value_range import KeyValueRange, attention_modules, observe_keys_and_values
 from quantkit.errors import QuantizationError, RecipeError
-from quantkit.independent_reader import ReaderModel
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, parse_recipe
 from quantkit.serve.config import EngineConfig
 from quantkit.serve.engine import Engine
 from quantkit.source import open_source
 from quantkit.verify import verify_checkpoint
+from quantkit.verify.independent_reader import ReaderModel
 
 TEMPLATE = """\
 version: 1

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from quantkit.checkpoint.output_paths import check_outputs, check_reports
 from quantkit.errors import CheckpointError
-from quantkit.output_paths import check_outputs, check_reports
 from quantkit.recipe import Recipe, load_recipe
 from quantkit.source import ModelSource, open_source
 from quantkit_eval.errors import RecordError

@@ -15,8 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from quantkit.checkpoint.journal import Journal
 from quantkit.errors import CheckpointError, QuantkitError, SourceError
-from quantkit.journal import Journal
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, parse_recipe
 from quantkit_eval.errors import EvalError

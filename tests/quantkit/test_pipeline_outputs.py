@@ -10,14 +10,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from quantkit import checkpoint_folder, pipeline
+from quantkit import pipeline
+from quantkit.checkpoint import folder as checkpoint_folder
 from quantkit.errors import CalibrationError, CheckpointError, QuantizationError, RecipeError, SourceError
 from quantkit.formats import read_quantization_config
-from quantkit.independent_reader import stored_layers
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, parse_recipe
 from quantkit.source import open_source
 from quantkit.verify import verify_checkpoint
+from quantkit.verify.independent_reader import stored_layers
 
 FORMATS = ("compressed-tensors", "gptq", "awq")
 

@@ -11,7 +11,6 @@ from safetensors.torch import load_file
 
 from quantkit.cli import main
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.gguf_source import file_sha256
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, load_recipe, parse_recipe
 from quantkit.search import executors
@@ -19,6 +18,7 @@ from quantkit.search.candidates import find_candidates
 from quantkit.search.search import search
 from quantkit.search.trial import TrialJob, run_trial
 from quantkit.source import open_source
+from quantkit.source.gguf import file_sha256
 
 # W4 with rtn differs from the tiny model by some nats a token, W8 by some thousandths of one.
 RECIPE = """\

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from quantkit.errors import SourceError
-from quantkit.model_folder import first_line
 from quantkit.source import open_source
+from quantkit.source.folder import first_line
 
 FAMILIES = ["llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "mixtral"]
 PROMPT = torch.tensor(

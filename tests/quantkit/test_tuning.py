@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from quantkit.checkpoint_writer import CheckpointWriter
+from quantkit.checkpoint.writer import CheckpointWriter
 from quantkit.errors import RecipeError
 from quantkit.pipeline import quantize_model
 from quantkit.plan import LayerPlan

@@ -227,7 +227,7 @@ def test_nan_weights_of_a_model_too_large_to_look_through_fail_the_request_and_n
     def change(tensors: dict[str, Tensor], config: dict[str, Any]) -> None:
         tensors["model.layers.0.mlp.up_proj.weight"][0, 0] = float("nan")
 
-    monkeypatch.setattr("quantkit.stored_weights.MAX_BYTES", 0)
+    monkeypatch.setattr("quantkit.checkpoint.stored_weights.MAX_BYTES", 0)
     engine = Engine(spoiled(tiny_llama_folder, tmp_path, change), SMALL)
     with pytest.raises(
         EngineError, match=r"not finite .*: model.layers.0.mlp.up_proj.weight holds 1 such values. Down"

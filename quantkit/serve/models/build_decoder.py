@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.experts import LinearExperts
 from quantkit.serve.attention import Layer
 from quantkit.serve.models.coded_rows import silu_mul_coded
 from quantkit.serve.models.compiled_layers import CompiledLayers, NotCompiledError
@@ -17,6 +16,7 @@ from quantkit.serve.models.feed_forward import Experts, FeedForward, Gate
 from quantkit.serve.models.linear_reader import LinearReader, StoredLinear
 from quantkit.serve.models.projection import Projection
 from quantkit.serve.models.rotary import RotaryFrequencies
+from quantkit.source.experts import LinearExperts
 from quantkit_kernels import gelu_mul, silu_mul
 
 GATED: dict[Activation, Gate] = {

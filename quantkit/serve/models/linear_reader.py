@@ -10,8 +10,8 @@ from quantkit.errors import CheckpointError, EngineError
 from quantkit.formats import StoredConfig, read_quantization_config
 from quantkit.primitives import QuantizedWeight
 from quantkit.scheme import QuantScheme
-from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.source import ModelSource
+from quantkit.source.skeleton import PACKED_SUFFIXES
 
 CPU = torch.device("cpu")
 PACKED_BITS = (4, 8)  # of w4a16_gemm, and of w8a16_gemm and w8a8_gemm

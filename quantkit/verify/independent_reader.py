@@ -22,16 +22,16 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 from transformers.utils import logging as transformers_logging
 
 from quantkit.errors import CheckpointError, SourceError
-from quantkit.experts import fused_weight
 from quantkit.formats import StoredConfig
 from quantkit.formats.expert_names import experts_of
 from quantkit.formats.kv_scales import KV_SCALES
-from quantkit.independent_decoder import decode_steps
-from quantkit.model_folder import first_line
 from quantkit.primitives import QuantizedWeight
-from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.source import ModelSource
-from quantkit.tensor_renaming import TensorRenaming
+from quantkit.source.experts import fused_weight
+from quantkit.source.folder import first_line
+from quantkit.source.skeleton import PACKED_SUFFIXES
+from quantkit.source.tensor_renaming import TensorRenaming
+from quantkit.verify.independent_decoder import decode_steps
 
 
 @dataclass(frozen=True, slots=True)

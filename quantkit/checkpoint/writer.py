@@ -11,11 +11,11 @@ from torch import Tensor
 
 from quantkit.errors import CheckpointError
 from quantkit.formats.shards import INDEX_NAME, ShardWriter, write_text_durably
-from quantkit.gguf_source import file_sha256
 from quantkit.plan import LayerPlan, OutputPlan, Plan
 from quantkit.primitives import QuantizedWeight
-from quantkit.skeleton import PACKED_SUFFIXES
 from quantkit.solve import SolvedLayer
+from quantkit.source.gguf import file_sha256
+from quantkit.source.skeleton import PACKED_SUFFIXES
 
 
 class CheckpointWriter:

@@ -4,10 +4,10 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from quantkit.checkpoint.manifest import manifest_path, read_manifest
 from quantkit.errors import CheckpointError
-from quantkit.gguf_source import file_sha256
-from quantkit.manifest import manifest_path, read_manifest
 from quantkit.recipe import CheckpointOutput, Recipe
+from quantkit.source.gguf import file_sha256
 
 logger = logging.getLogger(__name__)
 
@@ -17,7 +17,7 @@ def finished_manifest(recipe: Recipe, identity: dict[str, Any]) -> dict[str, Any
 
     Args:
         recipe: of the run.
-        identity: of :func:`quantkit.manifest.provenance`.
+        identity: of :func:`quantkit.checkpoint.manifest.provenance`.
     """
     manifests = []
     for output in recipe.outputs:

@@ -27,7 +27,7 @@ class ExpectedLogits:
 
     @classmethod
     def from_record(cls, record: Mapping[str, Any], vocab_size: int) -> "ExpectedLogits":
-        """From ``probe`` of quantkit.json, as `quantkit.manifest.read_manifest` gives it.
+        """From ``probe`` of quantkit.json, as `quantkit.checkpoint.manifest.read_manifest` gives it.
 
         Args:
             record: the probe.

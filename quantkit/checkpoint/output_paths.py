@@ -4,16 +4,16 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from quantkit.checkpoint_folder import (
+from quantkit.checkpoint.folder import (
     check_working_folder,
     put_back_replaced,
     replaced_folder,
     standing,
     working_folder,
 )
+from quantkit.checkpoint.manifest import manifest_path
 from quantkit.errors import CheckpointError
 from quantkit.gguf_files import places_of
-from quantkit.manifest import manifest_path
 from quantkit.recipe import DatasetSource, GgufOutput, Recipe, SelfGeneratedSource, StructuredChatSource, name_places
 from quantkit.recipe.gates import FileSuite
 from quantkit.source import ModelSource

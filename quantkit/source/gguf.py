@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from quantkit.errors import SourceError
 from quantkit.formats.gguf.block_types import PLAIN_TYPES
 from quantkit.formats.gguf.header import GgufHeader, GgufHeaderError, read_gguf_header
-from quantkit.model_folder import first_line
+from quantkit.source.folder import first_line
 
 CONVERTER_VERSION = 4  # raise it when the same file would give another folder
 HASH_CHUNK_BYTES = 1 << 22

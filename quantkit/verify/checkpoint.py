@@ -8,18 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.engine_rules import engine_notes, vllm_problems
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, SourceError
-from quantkit.expected_logits import ExpectedLogits
 from quantkit.formats import StoredConfig, read_quantization_config
 from quantkit.formats.kv_scales import KV_SCALES, stored_kv_scales
-from quantkit.gguf_source import file_sha256
-from quantkit.independent_reader import StoredLayer, independent_steps, open_reader, reader_accepts, stored_layers
-from quantkit.manifest import MANIFEST_NAME, read_manifest
-from quantkit.model_folder import read_json
-from quantkit.skeleton import code_tensors
 from quantkit.source import ModelSource, open_source
-from quantkit.verify_kv_scales import kv_scale_problems, kv_scales_in
+from quantkit.source.folder import read_json
+from quantkit.source.gguf import file_sha256
+from quantkit.source.skeleton import code_tensors
+from quantkit.verify.engine_rules import engine_notes, vllm_problems
+from quantkit.verify.expected_logits import ExpectedLogits
+from quantkit.verify.independent_reader import (
+    StoredLayer,
+    independent_steps,
+    open_reader,
+    reader_accepts,
+    stored_layers,
+)
+from quantkit.verify.kv_scales import kv_scale_problems, kv_scales_in
 
 LOGIT_TOLERANCE = 1e-4  # of the largest logit; float32 sums in another order differ by about 1e-6
 INPUT_LOGIT_TOLERANCE = 2e-2  # with 8-bit inputs such a difference moves a code by one now and then

@@ -12,10 +12,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from quantkit.checkpoint_folder import JOURNAL_NAME
+from quantkit.checkpoint.folder import JOURNAL_NAME
+from quantkit.checkpoint.manifest import validation_line
 from quantkit.errors import CheckpointError
 from quantkit.formats.shards import write_text_durably
-from quantkit.manifest import validation_line
 
 ACTIVATIONS_NAME = "activations-{block}.st"  # not *.safetensors: no reader may take it for weights
 TUNING_STATE_NAME = "tuning.st"  # where tuning stands

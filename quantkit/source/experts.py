@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import dot_natural_key
 
-from quantkit.tensor_renaming import TensorRenaming
+from quantkit.source.tensor_renaming import TensorRenaming
 
 PARTS = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}  # fused parameter -> layers, in order
 STACKED = {"gate_up_proj": ["MergeModulelist", "Concatenate"], "down_proj": ["MergeModulelist"]}  # how it is fused

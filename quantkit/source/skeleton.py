@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PretrainedConfig
 from transformers.core_model_loading import WeightConverter, dot_natural_key
 
 from quantkit.errors import SourceError
-from quantkit.experts import linear_experts
 from quantkit.formats.safetensors_file import TensorSpec
-from quantkit.tensor_renaming import TensorRenaming
+from quantkit.source.experts import linear_experts
+from quantkit.source.tensor_renaming import TensorRenaming
 
 PACKED_SUFFIXES = (
     *("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),  # compressed-tensors

@@ -5,10 +5,10 @@ import logging
 import torch
 from torch import Tensor, nn
 
+from quantkit.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from quantkit.errors import CheckpointError, SourceError
-from quantkit.gguf_source import file_sha256
-from quantkit.manifest import MANIFEST_NAME, read_manifest
 from quantkit.source import ModelSource
+from quantkit.source.gguf import file_sha256
 
 MAX_BYTES = 4 * 10**9  # of weights that are read once more before they are loaded: seconds
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from quantkit.architectures import find_decoder_blocks
 from quantkit.errors import RecipeError
 from quantkit.formats.kv_scales import stored_kv_scales
-from quantkit.plan_kv_scales import attention_on_disk, scale_specs
+from quantkit.plan.kv_scales import attention_on_disk, scale_specs
 from quantkit.source import ModelSource
 
 

@@ -7,8 +7,8 @@ from torch import nn
 
 from quantkit.architectures import DecoderBlocks, fused_units
 from quantkit.errors import RecipeError
-from quantkit.experts import is_fused, linear_experts, why_not_linear
 from quantkit.scheme import QuantScheme
+from quantkit.source.experts import is_fused, linear_experts, why_not_linear
 
 IGNORED = "ignored"  # why a layer stays as it is
 

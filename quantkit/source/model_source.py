@@ -24,13 +24,13 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
-from quantkit import experts
 from quantkit.errors import SourceError, looked_in
 from quantkit.formats.safetensors_file import TensorSlot
-from quantkit.gguf_source import GgufFacts, convert_gguf, file_sha256, read_gguf_facts
-from quantkit.model_folder import TOKENIZER_FILES, first_line, load_config, read_shards, side_files
 from quantkit.recipe import Recipe, at_keys, name_places
-from quantkit.skeleton import WeightMap, build_skeleton, code_tensors
+from quantkit.source import experts
+from quantkit.source.folder import TOKENIZER_FILES, first_line, load_config, read_shards, side_files
+from quantkit.source.gguf import GgufFacts, convert_gguf, file_sha256, read_gguf_facts
+from quantkit.source.skeleton import WeightMap, build_skeleton, code_tensors
 
 HUB_WEIGHTS = ("*.safetensors",)
 HUB_SIDE_FILES = ("*.json", "*.txt", "*.model", "*.tiktoken", "*.jinja", "*.py", "*.md", "LICENSE*", "NOTICE*")

@@ -9,13 +9,12 @@ from torch import nn
 
 from quantkit.architectures import DecoderBlocks, find_decoder_blocks
 from quantkit.errors import RecipeError, SourceError
-from quantkit.experts import linear_experts, router_names
 from quantkit.formats import Format
 from quantkit.formats.expert_names import experts_of
 from quantkit.formats.holds import why_not_experts
 from quantkit.formats.safetensors_file import TensorSpec
-from quantkit.plan_kv_scales import attention_on_disk, scale_specs
-from quantkit.plan_layers import (
+from quantkit.plan.kv_scales import attention_on_disk, scale_specs
+from quantkit.plan.layers import (
     IGNORED,
     check_experts,
     check_fused_units,
@@ -23,11 +22,12 @@ from quantkit.plan_layers import (
     refuse_what_stays_unsaid,
     weighty_modules,
 )
-from quantkit.plan_schemes import choose_schemes
+from quantkit.plan.schemes import choose_schemes
 from quantkit.recipe import CheckpointOutput, Quantization, Recipe, name_places
 from quantkit.recipe.quantization import ROUTED, Experts
 from quantkit.scheme import QuantScheme
 from quantkit.source import ModelSource, TensorInfo, open_model
+from quantkit.source.experts import linear_experts, router_names
 from quantkit.transforms import Transform, fold_notes, load_transform, rewritten_parameters
 from quantkit.tuning.small_parameter import small_parameters
 
