@@ -22,6 +22,10 @@ OURS: dict[str, tuple[str | None, dict[str, Any]]] = {
         GIVEN,
         {"scheme": "W8A8_STATIC", "transforms": ["smoothquant"], "algorithm": {"name": "rtn"}},
     ),
+    "smoothquant-gptq-w8a8": (
+        GIVEN,
+        {"scheme": "W8A8", "transforms": ["smoothquant"], "algorithm": {"name": "gptq"}},
+    ),
     "smoothquant-gptq-w8a8-static": (
         GIVEN,
         {"scheme": "W8A8_STATIC", "transforms": ["smoothquant"], "algorithm": {"name": "gptq"}},
