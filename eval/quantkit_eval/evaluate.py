@@ -93,7 +93,7 @@ def evaluate(
             "schema_version": SCHEMA_VERSION,
             "created": utc_now(),
             "model": party["model"],
-            "engine": party["engine"],
+            "engine": describe_model(model)["engine"],  # what a server takes is known once it has answered
             "template_hash": party["template_hash"],
             "sampling": GREEDY,
             "seed": seed,

@@ -27,6 +27,7 @@ from quantkit_eval.targets import OpenAIServer, RequestLimits
 
 QUICK = RequestLimits(concurrency=3, timeout_s=5.0, total_timeout_s=20.0, max_retries=2, first_wait_s=0.001)
 GOLDS = {item.prompt: json.dumps(item.gold) for item in generate_items(20, 0)}
+NO_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
 Answer = tuple[int, Any]  # status, JSON document or bytes; status 0 closes the connection without a word
 
 
@@ -116,7 +117,8 @@ def test_a_server_is_a_model_and_answers_in_order(fake: FakeServer) -> None:
     assert {headers["Authorization"] for headers in fake.headers} == {"Bearer secret"}
     described = model.describe()
     assert (described["model"]["name"], described["model"]["url"]) == ("tiny", fake.url)
-    assert described["engine"] == {"name": "fake", "version": None, "interface": "openai", "concurrency": 3}
+    about = {"name": "fake", "version": None, "interface": "openai", "concurrency": 3, "neutral": NO_PENALTIES}
+    assert described["engine"] == about
     assert "secret" not in json.dumps(described)
 
 
@@ -126,11 +128,50 @@ def test_what_is_asked_is_what_the_request_says(fake: FakeServer) -> None:
     model.generate([request("a", schema=schema, seed=3, stop=("x",), temperature=0.5)])
     assert fake.asked[-1][1] == {
         "model": "tiny", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8, "temperature": 0.5,
-        "top_p": 1.0, "seed": 3, "stop": ["x"], "response_format": {
+        "top_p": 1.0, "seed": 3, "stop": ["x"], **NO_PENALTIES, "response_format": {
             "type": "json_schema", "json_schema": {"name": "answer", "schema": schema, "strict": True}},
     }  # fmt: skip
     model.generate([request("a")])
     assert not {"response_format", "seed", "stop", "ignore_eos"} & fake.asked[-1][1].keys()
+
+
+@pytest.mark.parametrize(
+    ("refused", "left"),
+    [
+        ((), set(NO_PENALTIES)),
+        (("repeat_penalty",), set(NO_PENALTIES) - {"repeat_penalty"}),
+        (("repeat_penalty", "repetition_penalty"), {"frequency_penalty", "presence_penalty"}),
+        (tuple(NO_PENALTIES), set()),
+    ],
+)
+def test_penalties_are_off_where_the_server_lets_them(
+    fake: FakeServer, tmp_path: Path, refused: tuple[str, ...], left: set[str]
+) -> None:
+    """Some servers have others by default; some refuse names that they do not know."""
+    answer = fake.paths["/v1/chat/completions"]
+
+    def strict(body: Any) -> Answer:
+        wrong = [name for name in refused if name in body]
+        return (422, {"error": {"message": f"unknown: {wrong}"}}) if wrong else answer(body)
+
+    fake.paths["/v1/chat/completions"] = strict
+    result = evaluate(OpenAIServer(fake.url, limits=QUICK), {"extract": {"num_items": 6}}, 0, tmp_path)
+    assert result["engine"]["neutral"] == {name: NO_PENALTIES[name] for name in left}
+    assert result["suites"]["extract"]["metrics"]["exact"]["value"] == 1.0
+    assert set(fake.asked[-1][1]) & set(NO_PENALTIES) == left
+
+
+def test_a_refusal_that_no_penalty_is_to_blame_for_is_said(fake: FakeServer) -> None:
+    fake.paths["/v1/chat/completions"] = lambda body: (400, {"error": {"message": f"{len(body)} fields, too long"}})
+    with pytest.raises(TargetError, match="5 fields, too long"):  # with none of the penalties
+        OpenAIServer(fake.url, limits=QUICK).generate([request("a")])
+    fake.paths["/v1/chat/completions"] = in_turn(chat("ok"), last=lambda body: (400, {"error": {"message": "no"}}))
+    model = OpenAIServer(fake.url, limits=QUICK)
+    model.generate([request("a")])
+    asked = len(fake.asked)
+    with pytest.raises(TargetError, match="refuses: 400"):
+        model.generate([request("b")])
+    assert len(fake.asked) == asked + 1  # it has taken them before
 
 
 def test_what_the_server_says_of_a_forced_answer_is_kept(fake: FakeServer) -> None:
@@ -409,6 +450,24 @@ def test_a_likelihood_that_is_not_exact_is_not_offered(fake: FakeServer, choice:
     fake.paths["/v1/completions"] = lambda body: (200, {"choices": [choice]})
     with pytest.raises(NotOfferedError, match="gives no log-probabilities"):
         OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK).score_tokens([3, 8, 4])
+
+
+def test_a_server_that_fails_at_token_ids_offers_no_likelihood(fake: FakeServer, tmp_path: Path) -> None:
+    """As llama-cpp-python's does; one that has scored before is out of order."""
+    fake.paths["/v1/completions"] = lambda body: (500, {"error": {"message": "Input should be a valid string"}})
+    fake.paths["/v1/chat/completions"] = lambda body: chat("ok", len(Bytes().render(body["messages"])))
+    model = OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK)
+    result = evaluate(model, {"extract": {"num_items": 2}, "nll": {"max_windows": 2}}, 0, tmp_path / "a")
+    assert list(result["suites"]) == ["extract"]
+    assert "500 Internal Server Error (Input should be a valid string)" in result["not_offered"]["nll"]
+    fake.paths["/v1/completions"] = _prompt_logprobs
+    assert model.score_tokens([3, 8]).tolist() == [-1.0]
+    fake.paths["/v1/completions"] = lambda body: (500, {})
+    with pytest.raises(TargetError, match=r"failed .* times"):
+        model.score_tokens([3, 8])
+    fake.paths["/v1/completions"] = lambda body: (503, {})
+    with pytest.raises(TargetError, match=r"failed .* times"):
+        OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK).score_tokens([3, 8])
 
 
 def test_a_suite_that_is_not_offered_is_left_out_and_said(fake: FakeServer, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import httpx
 
 from quantkit_eval.errors import OptionError, TargetError
 
-TOO_MANY_REQUESTS, NOT_IMPLEMENTED = 429, 501
+TOO_MANY_REQUESTS, INTERNAL_ERROR, NOT_IMPLEMENTED = 429, 500, 501
 LOOK = "Look whether the server runs, and whether its URL ends as it should, mostly in /v1"
 LONGEST_WAIT_S = 30.0  # between two tries, unless the server asks for more
 
@@ -30,6 +30,10 @@ class RequestRefusedError(TargetError):
     def __init__(self, message: str, status: int, *, fix: str | None = None) -> None:
         super().__init__(message, fix=fix)
         self.status = status
+
+
+class ServerFaultError(TargetError):
+    """The server answers each try with 500: it is there, and this request is beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +154,7 @@ class HttpRequests:
     ) -> Json:
         """Try, wait, and try again, within the total time."""
         begun, trouble, wait = time.monotonic(), "no answer yet", self._limits.first_wait_s
-        is_reached = True
+        is_reached, is_at_fault = True, True
         try:
             async with asyncio.timeout(self._limits.total_timeout_s):
                 for number in range(1, tries + 1):
@@ -158,12 +162,13 @@ class HttpRequests:
                         response = await client.request(method, url, json=body)
                     except httpx.RequestError as error:
                         trouble = f"{type(error).__name__} {error}".strip()
-                        is_reached = not isinstance(error, httpx.ConnectError)
+                        is_reached, is_at_fault = not isinstance(error, httpx.ConnectError), False
                         asked = 0.0
                     else:
                         is_reached = True
                         if not _may_pass(response.status_code):
                             return _document(url, response)
+                        is_at_fault &= response.status_code == INTERNAL_ERROR
                         trouble = _status(response)
                         asked = _retry_after(response)
                     if number < tries:
@@ -175,7 +180,8 @@ class HttpRequests:
             raise TargetError(f"{url} {what} {seconds:g} s ({trouble})", fix=LOOK) from None
         seconds = time.monotonic() - begun
         how_often = "once" if tries == 1 else f"{tries} times in {seconds:.1f} s, at last"
-        raise TargetError(f"{url} failed {how_often} with {trouble}", fix=LOOK)
+        kind = ServerFaultError if is_at_fault else TargetError
+        raise kind(f"{url} failed {how_often} with {trouble}", fix=LOOK)
 
 
 def _may_pass(status: int) -> bool:

@@ -18,9 +18,23 @@ from quantkit_eval.protocol import (
     hash_token_ids,
 )
 from quantkit_eval.targets.completion import read_completion
-from quantkit_eval.targets.http_requests import HttpRequests, Json, RequestLimits, RequestRefusedError
+from quantkit_eval.targets.http_requests import (
+    HttpRequests,
+    Json,
+    RequestLimits,
+    RequestRefusedError,
+    ServerFaultError,
+)
 from quantkit_eval.targets.token_logprobs import score_with_echo, score_with_prompt_logprobs
 
+# What leaves the likelihoods as they are. Servers have other defaults: llama-cpp-python a repeat_penalty of 1.1, vLLM
+# those of the model's generation_config.json. Where a name is refused, the next has fewer.
+NEUTRAL: tuple[dict[str, float], ...] = (
+    {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0},
+    {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
+    {"frequency_penalty": 0.0, "presence_penalty": 0.0},
+    {},
+)
 PROBE: tuple[Message, ...] = ({"role": "user", "content": "Hi"},)
 
 
@@ -82,6 +96,8 @@ class OpenAIServer:
         self.name = str(self._card["id"])
         self._renders = tokenizer is None and self._render_at_server(PROBE) is not None
         self._version = self._find_version()
+        self._has_scored = False
+        self._neutral, self._takes_neutral = 0, False
 
     def describe(self) -> dict[str, Any]:
         """What the server says of itself; who runs behind it, nobody can tell."""
@@ -100,6 +116,7 @@ class OpenAIServer:
                 "version": self._version,
                 "interface": "openai",
                 "concurrency": self._limits.concurrency,
+                "neutral": NEUTRAL[self._neutral],
             },
             "template_hash": self._tokenizer.template_hash if self._tokenizer else template_hash,
         }
@@ -114,7 +131,7 @@ class OpenAIServer:
         prompts = self._prompts([request.messages for request in requests])
         bodies = [self._chat_body(request) for request in requests]
         names = [request.id for request in requests]
-        answers, failure = self._http.post_all(f"{self.url}/chat/completions", bodies, names)
+        answers, failure = self._post_chats(bodies, names)
         generations = []
         for request, prompt, answer in zip(requests, prompts, answers, strict=True):
             if answer is None and failure is not None:  # it was not asked any more
@@ -149,13 +166,36 @@ class OpenAIServer:
         raise NotOfferedError(f"{self.url} gives no whole distributions")
 
     def score_tokens(self, token_ids: Sequence[int]) -> Tensor:
-        """See `TokenScorer`; with ``prompt_logprobs``, else with ``echo`` and ``logprobs``."""
-        url = f"{self.url}/completions"
+        """See `TokenScorer`; with ``prompt_logprobs``, else with ``echo`` and ``logprobs``.
+
+        Some servers answer what they do not know with 500. One that has scored tokens before is out of order then.
+        """
+        url, reason = f"{self.url}/completions", ""
         for score in (score_with_prompt_logprobs, score_with_echo):
-            found = score(self._http, url, self.name, token_ids)
+            try:
+                found = score(self._http, url, self.name, token_ids)
+            except (RequestRefusedError, ServerFaultError) as error:
+                if self._has_scored and isinstance(error, ServerFaultError):
+                    raise
+                reason = f" ({error.message})"
+                continue
             if found is not None:
+                self._has_scored = True
                 return torch.tensor(found, dtype=torch.float32)
-        raise NotOfferedError(f"{self.url} gives no log-probabilities of a prompt's tokens")
+        raise NotOfferedError(f"{self.url} gives no log-probabilities of a prompt's tokens{reason}")
+
+    def _post_chats(
+        self, bodies: Sequence[Mapping[str, Any]], names: Sequence[str]
+    ) -> tuple[list[Json | None], TargetError | None]:
+        """As `HttpRequests.post_all`; finds out first how many of the penalties the server lets turn off."""
+        url = f"{self.url}/chat/completions"
+        while True:
+            answers, failure = self._http.post_all(url, [{**body, **NEUTRAL[self._neutral]} for body in bodies], names)
+            self._takes_neutral |= any(answer is not None for answer in answers)
+            is_last = self._takes_neutral or self._neutral == len(NEUTRAL) - 1
+            if is_last or not isinstance(failure, RequestRefusedError):
+                return answers, failure
+            self._neutral += 1
 
     def _find_model(self, name: str | None) -> Mapping[str, Any]:
         """The server's card of the model; one with an id alone if it keeps no list."""

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from quantkit_eval.targets.http_requests import HttpRequests, Json, RequestRefusedError
+from quantkit_eval.targets.http_requests import HttpRequests, Json
 
 NO_PROBABILITY = -9999.0  # what servers write for -inf, which JSON lacks
 ROUNDING = 1e-4  # a log-probability that is above 0 by more is none
@@ -48,11 +48,8 @@ def _body(model: str, token_ids: Sequence[int], **more: Any) -> dict[str, Any]:
 
 
 def _first_choice(http: HttpRequests, url: str, body: dict[str, Any]) -> dict[str, Any]:
-    """Empty if the server refuses the request or gives no choice."""
-    try:
-        answer: Json = http.post(url, body)
-    except RequestRefusedError:
-        return {}
+    """Empty if the server gives no choice."""
+    answer: Json = http.post(url, body)
     choices = answer.get("choices") if isinstance(answer, dict) else None
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else {}
 
