@@ -2,13 +2,14 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from quantkit_eval.protocol import Generation, GenerationRequest, hash_token_ids
+from tests.eval.fake_server import FakeServer, running
 
 VOCAB_SIZE = 288
 
@@ -92,3 +93,10 @@ def erring_model() -> Callable[..., FakeModel]:
         return FakeModel(answer_with_errors(golds, error_rate, salt), **options)  # type: ignore[arg-type]
 
     return make
+
+
+@pytest.fixture
+def fake() -> Iterator[FakeServer]:
+    """A server whose answers the test decides."""
+    with running() as server:
+        yield server

@@ -1,109 +1,19 @@
-"""A server behind a URL as a model: what it answers, and every way in which it can fail."""
+"""A server behind a URL as a model: what it is asked, what it answers, and every way in which it can fail."""
 
 import json
-import threading
-from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quantkit_eval.compare import compare
-from quantkit_eval.errors import IncomparableResults, ModelOutputError, NotOfferedError, OptionError, TargetError
+from quantkit_eval.errors import NotOfferedError, OptionError, TargetError
 from quantkit_eval.evaluate import evaluate
-from quantkit_eval.protocol import (
-    MESSAGES_ONLY,
-    RENDERED_BY_SERVER,
-    GenerationRequest,
-    Model,
-    TokenScorer,
-    hash_messages,
-    hash_token_ids,
-)
+from quantkit_eval.protocol import MESSAGES_ONLY, Model, TokenScorer
 from quantkit_eval.records import read_samples
-from quantkit_eval.suites.extract_items import generate_items
 from quantkit_eval.targets import OpenAIServer, RequestLimits
+from tests.eval.fake_server import QUICK, Answer, FakeServer, chat, in_turn, request
 
-QUICK = RequestLimits(concurrency=3, timeout_s=5.0, total_timeout_s=20.0, max_retries=2, first_wait_s=0.001)
-GOLDS = {item.prompt: json.dumps(item.gold) for item in generate_items(20, 0)}
 NO_PENALTIES = {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0}
-Answer = tuple[int, Any]  # status, JSON document or bytes; status 0 closes the connection without a word
-
-
-class FakeServer(ThreadingHTTPServer):
-    """Answers each path with a function of the body; ``asked`` holds what came."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[tuple[str, Any]] = []
-        self.headers: list[dict[str, str]] = []
-        self.released = threading.Event()
-        self.paths: dict[str, Callable[[Any], Answer]] = {
-            "/v1/models": lambda body: (200, {"data": [{"id": "tiny", "owned_by": "fake"}]}),
-            "/v1/chat/completions": lambda body: chat(GOLDS.get(body["messages"][-1]["content"], "ok")),
-        }
-        self.url = f"http://127.0.0.1:{self.server_address[1]}/v1"
-
-    def chats(self) -> list[str]:
-        return [body["messages"][-1]["content"] for path, body in self.asked if path.endswith("/chat/completions")]
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that has gone is no news."""
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_POST(self) -> None:
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"] or 0)) or b"null")
-        self.server.asked.append((self.path, body))
-        self.server.headers.append(dict(self.headers))
-        status, document = self.server.paths.get(self.path, lambda _: (404, {"error": {"message": "no"}}))(body)
-        if not status:
-            self.close_connection = True
-            return
-        content = document if isinstance(document, bytes) else json.dumps(document).encode()
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def do_GET(self) -> None:
-        self.headers["Content-Length"] = "0"
-        self.do_POST()
-
-    def log_message(self, *_: Any) -> None:
-        """Quiet."""
-
-
-def chat(text: str, prompt_tokens: int = 7, **choice: Any) -> Answer:
-    message = {"role": "assistant", "content": text}
-    return 200, {
-        "choices": [{"message": message, "finish_reason": "stop", **choice}],
-        "usage": {"prompt_tokens": prompt_tokens, "completion_tokens": 4},
-    }
-
-
-def in_turn(*answers: Answer, last: Callable[[Any], Answer]) -> Callable[[Any], Answer]:
-    """These answers, one a request, and then what ``last`` says."""
-    left = list(answers)
-    return lambda body: left.pop(0) if left else last(body)
-
-
-@pytest.fixture
-def fake() -> Iterator[FakeServer]:
-    with FakeServer() as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield server
-        server.released.set()
-        server.shutdown()
-        thread.join()
-
-
-def request(name: str, text: str = "Hi", **settings: Any) -> GenerationRequest:
-    return GenerationRequest(name, ({"role": "user", "content": text},), 8, **settings)
 
 
 def test_a_server_is_a_model_and_answers_in_order(fake: FakeServer) -> None:
@@ -352,133 +262,6 @@ def test_a_server_that_dies_in_the_middle_is_gone_on_with(fake: FakeServer, tmp_
     assert len(fake.chats()) - before == 5
     assert sorted(path.name for path in out.iterdir()) == ["result.json", "samples.jsonl"]
     assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
-
-
-def test_prompts_are_hashed_by_what_is_known_of_them(fake: FakeServer, tmp_path: Path) -> None:
-    blind = OpenAIServer(fake.url, limits=QUICK)
-    assert blind.describe()["template_hash"] == MESSAGES_ONLY
-    (generation,) = blind.generate([request("a")])
-    assert generation.prompt_hash == hash_messages(request("a").messages, 7) != hash_messages(request("a").messages, 8)
-    with pytest.raises(NotOfferedError, match=r"does not tokenize\. Give --tokenizer"):
-        blind.tokenize("Hi")
-    fake.paths["/tokenize"] = lambda body: (200, {"tokens": list(range(7)) if "messages" in body else [1, 2]})
-    shown = OpenAIServer(fake.url, limits=QUICK)
-    assert shown.describe()["template_hash"] == RENDERED_BY_SERVER
-    assert shown.generate([request("a")])[0].prompt_hash == hash_token_ids(list(range(7)))
-    assert shown.tokenize("Hi") == [1, 2]
-    fake.paths["/v1/chat/completions"] = lambda body: chat("ok", prompt_tokens=9)
-    with pytest.raises(ModelOutputError, match="made 9 tokens of request 'a', its /tokenize makes 7"):
-        shown.generate([request("a")])
-
-
-class Bytes:
-    """A tokenizer of bytes that renders like FakeModel."""
-
-    template_hash = "ab" * 32
-
-    def render(self, messages: Any) -> list[int]:
-        return list(f"<{messages[-1]['content']}>".encode())
-
-    def tokenize(self, text: str) -> list[int]:
-        return list(text.encode())
-
-
-def test_records_of_a_server_compare_with_those_of_an_engine(
-    fake: FakeServer, tmp_path: Path, fake_model: Callable[..., Any]
-) -> None:
-    """Same items, same rendered prompts; another template is refused by name, and so are unknown prompts."""
-    suites = {"extract": {"num_items": 6}}
-    gates = {"suites": ["extract"], "max_drop_pp": {"extract": 90}}
-    local = fake_model(lambda asked: GOLDS[asked.messages[-1]["content"]])
-    evaluate(local, suites, 0, tmp_path / "local")
-    fake.paths["/v1/chat/completions"] = lambda body: chat(
-        GOLDS[body["messages"][-1]["content"]], prompt_tokens=len(body["messages"][-1]["content"].encode()) + 2
-    )
-    fake.paths["/tokenize"] = lambda body: (200, {"tokens": Bytes().render(body["messages"])})
-    evaluate(OpenAIServer(fake.url, limits=QUICK), suites, 0, tmp_path / "shown")
-    verdict = compare(tmp_path / "local", tmp_path / "shown", gates)
-    assert verdict["candidate"]["template_hash"] == RENDERED_BY_SERVER
-    assert [entry["changed"] for entry in verdict["changes"]] == [0]
-    del fake.paths["/tokenize"]
-    evaluate(OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK), suites, 0, tmp_path / "tokenizer")
-    with pytest.raises(IncomparableResults, match="template_hash"):
-        compare(tmp_path / "local", tmp_path / "tokenizer", gates)
-    assert compare(tmp_path / "shown", tmp_path / "tokenizer", gates)["changes"][0]["changed"] == 0
-    evaluate(OpenAIServer(fake.url, limits=QUICK), suites, 0, tmp_path / "blind")
-    with pytest.raises(IncomparableResults, match=r"template_hash is .*unknown: hashes are of messages"):
-        compare(tmp_path / "shown", tmp_path / "blind", gates)
-
-
-def _prompt_logprobs(body: Any) -> Answer:
-    if "prompt_logprobs" not in body:
-        return 400, {}
-    entries = [None, *({str(token): {"logprob": -token / 8}, "9": {"logprob": -0.1}} for token in body["prompt"][1:])]
-    return 200, {"choices": [{"prompt_logprobs": entries}]}
-
-
-def _echo(body: Any) -> Answer:
-    values = [None, *(-token / 8 for token in body["prompt"][1:]), -0.5]
-    return 200, {"choices": [{"logprobs": {"token_logprobs": values if body.get("echo") else [-0.5]}}]}
-
-
-@pytest.mark.parametrize("completions", [_prompt_logprobs, _echo])
-def test_the_likelihood_of_given_tokens_is_what_the_server_says(
-    fake: FakeServer, tmp_path: Path, completions: Callable[[Any], Answer]
-) -> None:
-    fake.paths["/v1/completions"] = completions
-    model = OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK)
-    assert model.score_tokens([3, 8, 4, 16]).tolist() == [-1.0, -0.5, -2.0]
-    evaluate(model, {"nll": {"max_windows": 2, "window_tokens": 8}}, 0, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "samples.jsonl"]
-    for sample in read_samples(tmp_path / "samples.jsonl"):
-        assert sample["metrics"].keys() == {"nll_nats", "num_tokens"}
-
-
-@pytest.mark.parametrize(
-    "choice",
-    [
-        {},
-        {"prompt_logprobs": [None, {"5": {"logprob": -1.0}}, {"4": {"logprob": -1.0}}]},  # of another token
-        {"prompt_logprobs": [None, {"8": {"logprob": -1.0}}]},  # one is missing
-        {"prompt_logprobs": [None, {"8": {"logprob": -1.0}}, {"4": {"logprob": -9999.0}}]},  # cut off
-        {"prompt_logprobs": [None, {"8": {"logprob": -1.0}}, {"4": {"logprob": 0.5}}]},
-        {"logprobs": {"token_logprobs": [None, -1.0, -1.0, -1.0, -1.0]}},  # it made other tokens of them
-        {"logprobs": {"token_logprobs": [-1.0, -1.0, -1.0, -1.0]}},
-    ],
-)
-def test_a_likelihood_that_is_not_exact_is_not_offered(fake: FakeServer, choice: dict[str, Any]) -> None:
-    fake.paths["/v1/completions"] = lambda body: (200, {"choices": [choice]})
-    with pytest.raises(NotOfferedError, match="gives no log-probabilities"):
-        OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK).score_tokens([3, 8, 4])
-
-
-def test_a_server_that_fails_at_token_ids_offers_no_likelihood(fake: FakeServer, tmp_path: Path) -> None:
-    """As llama-cpp-python's does; one that has scored before is out of order."""
-    fake.paths["/v1/completions"] = lambda body: (500, {"error": {"message": "Input should be a valid string"}})
-    fake.paths["/v1/chat/completions"] = lambda body: chat("ok", len(Bytes().render(body["messages"])))
-    model = OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK)
-    result = evaluate(model, {"extract": {"num_items": 2}, "nll": {"max_windows": 2}}, 0, tmp_path / "a")
-    assert list(result["suites"]) == ["extract"]
-    assert "500 Internal Server Error (Input should be a valid string)" in result["not_offered"]["nll"]
-    fake.paths["/v1/completions"] = _prompt_logprobs
-    assert model.score_tokens([3, 8]).tolist() == [-1.0]
-    fake.paths["/v1/completions"] = lambda body: (500, {})
-    with pytest.raises(TargetError, match=r"failed .* times"):
-        model.score_tokens([3, 8])
-    fake.paths["/v1/completions"] = lambda body: (503, {})
-    with pytest.raises(TargetError, match=r"failed .* times"):
-        OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK).score_tokens([3, 8])
-
-
-def test_a_suite_that_is_not_offered_is_left_out_and_said(fake: FakeServer, tmp_path: Path) -> None:
-    model = OpenAIServer(fake.url, limits=QUICK)
-    result = evaluate(model, {"extract": {"num_items": 2}, "nll": {}}, 0, tmp_path / "a")
-    assert list(result["suites"]) == ["extract"]
-    assert result["not_offered"]["nll"].endswith("does not tokenize. Give --tokenizer with the folder of its model")
-    with pytest.raises(OptionError, match=r"max_kl_mean_nats asks about suite 'nll', which .*a lacks: .*not tokenize"):
-        compare(tmp_path / "a", tmp_path / "a", {"max_kl_mean_nats": 0.1})
-    with pytest.raises(NotOfferedError, match=r"none of the suites can be run: .* does not tokenize"):
-        evaluate(model, {"nll": {}}, 0, tmp_path / "b")
 
 
 @pytest.mark.parametrize("name", ["concurrency", "timeout_s", "total_timeout_s", "first_wait_s"])
