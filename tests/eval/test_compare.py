@@ -24,9 +24,26 @@ GATES = {"suites": ["extract", "nll"], "max_drop_pp": {"extract": 5}, "max_kl_me
 Pair = Callable[..., tuple[Path, Path]]
 
 
+@pytest.fixture(scope="module")
+def evaluated(
+    erring_model: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Callable[[str, Any, Path | None], Path]:
+    """Records of an erring model; each is made once, because many tests look at the same."""
+    made: dict[str, Path] = {}
+
+    def get(settings: str, suites: Any, reference: Path | None) -> Path:
+        key = settings + json.dumps(suites, sort_keys=True)
+        if key not in made:
+            made[key] = tmp_path_factory.mktemp("records")
+            evaluate(erring_model(**json.loads(settings)), suites, SEED, made[key], reference)
+        return made[key]
+
+    return get
+
+
 @pytest.fixture
-def pair(tmp_path: Path, erring_model: Callable[..., Any]) -> Pair:
-    """Evaluates a baseline with 10 % errors and a candidate as it is told; gives both folders."""
+def pair(tmp_path: Path, evaluated: Callable[..., Path]) -> Pair:
+    """Evaluates a baseline with 10 % errors and a candidate as it is told; gives both folders, its own copies."""
 
     def make(
         error_rate: float = 0.1,
@@ -40,9 +57,13 @@ def pair(tmp_path: Path, erring_model: Callable[..., Any]) -> Pair:
         suites = {name: dict(settings) for name, settings in suites.items()}
         if "extract" in suites:
             suites["extract"]["num_items"] = num_items
-        evaluate(erring_model(num_items, SEED, 0.1, name="base"), suites, SEED, tmp_path / "a")
-        candidate = erring_model(num_items, SEED, error_rate, salt, noise=noise, **{"name": "cand"} | options)
-        evaluate(candidate, suites, SEED, tmp_path / "b", tmp_path / "a" if "nll" in suites else None)
+        both = {"num_items": num_items, "seed": SEED}
+        base = both | {"error_rate": 0.1, "name": "base"}
+        candidate = both | {"error_rate": error_rate, "salt": salt, "noise": noise, "name": "cand"} | options
+        first = evaluated(json.dumps(base), suites, None)
+        second = evaluated(json.dumps(candidate), suites, first if "nll" in suites else None)
+        for source, name in ((first, "a"), (second, "b")):
+            shutil.copytree(source, tmp_path / name, dirs_exist_ok=True)
         return tmp_path / "a", tmp_path / "b"
 
     return make
