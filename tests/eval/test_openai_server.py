@@ -54,34 +54,60 @@ def test_what_is_asked_is_what_the_request_says(fake: FakeServer) -> None:
         (tuple(NO_PENALTIES), set()),
     ],
 )
+@pytest.mark.parametrize("status", [400, 422, 500])
 def test_penalties_are_off_where_the_server_lets_them(
-    fake: FakeServer, tmp_path: Path, refused: tuple[str, ...], left: set[str]
+    fake: FakeServer,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    refused: tuple[str, ...],
+    left: set[str],
+    status: int,
 ) -> None:
-    """Some servers have others by default; some refuse names that they do not know."""
+    """Some servers have others by default; some refuse names that they do not know, or fail at them."""
     answer = fake.paths["/v1/chat/completions"]
 
     def strict(body: Any) -> Answer:
         wrong = [name for name in refused if name in body]
-        return (422, {"error": {"message": f"unknown: {wrong}"}}) if wrong else answer(body)
+        return (status, {"error": {"message": f"unknown: {wrong}"}}) if wrong else answer(body)
 
     fake.paths["/v1/chat/completions"] = strict
     result = evaluate(OpenAIServer(fake.url, limits=QUICK), {"extract": {"num_items": 6}}, 0, tmp_path)
     assert result["engine"]["neutral"] == {name: NO_PENALTIES[name] for name in left}
     assert result["suites"]["extract"]["metrics"]["exact"]["value"] == 1.0
     assert set(fake.asked[-1][1]) & set(NO_PENALTIES) == left
+    assert [record.getMessage().split(": ")[0].split(" take ")[1] for record in caplog.records] == (
+        [", ".join(sorted(set(NO_PENALTIES) - left))] if refused else []
+    )
 
 
-def test_a_refusal_that_no_penalty_is_to_blame_for_is_said(fake: FakeServer) -> None:
-    fake.paths["/v1/chat/completions"] = lambda body: (400, {"error": {"message": f"{len(body)} fields, too long"}})
-    with pytest.raises(TargetError, match="5 fields, too long"):  # with none of the penalties
-        OpenAIServer(fake.url, limits=QUICK).generate([request("a")])
-    fake.paths["/v1/chat/completions"] = in_turn(chat("ok"), last=lambda body: (400, {"error": {"message": "no"}}))
+def test_a_request_that_is_refused_changes_nothing_for_the_next(fake: FakeServer) -> None:
+    def answer(body: Any) -> Answer:
+        return (400, {"error": {"message": "too long"}}) if "long" in body["messages"][-1]["content"] else chat("ok")
+
+    fake.paths["/v1/chat/completions"] = answer
     model = OpenAIServer(fake.url, limits=QUICK)
-    model.generate([request("a")])
+    with pytest.raises(TargetError, match="too long"):
+        model.generate([request("a", "a long chat")])
     asked = len(fake.asked)
-    with pytest.raises(TargetError, match="refuses: 400"):
-        model.generate([request("b")])
-    assert len(fake.asked) == asked + 1  # it has taken them before
+    with pytest.raises(TargetError, match="too long"):
+        model.generate([request("b", "a long chat")])
+    assert len(fake.asked) == asked + 1  # what the server takes is known
+    model.generate([request("c")])
+    assert fake.asked[-1][1].keys() >= NO_PENALTIES.keys()
+    assert model.describe()["engine"]["neutral"] == NO_PENALTIES
+
+
+def test_a_refusal_that_no_penalty_is_to_blame_for_is_said(fake: FakeServer, caplog: pytest.LogCaptureFixture) -> None:
+    fake.paths["/v1/chat/completions"] = lambda body: (401, {"error": {"message": "no key"}})
+    model = OpenAIServer(fake.url, limits=QUICK)
+    assert model.describe()["engine"]["neutral"] is None  # nothing was asked
+    for _ in range(2):
+        with pytest.raises(TargetError, match=r"request 'a': .*401 Unauthorized .no key"):
+            model.generate([request("a")])
+    assert not caplog.records
+    fake.paths["/v1/chat/completions"] = lambda body: chat("ok")
+    model.generate([request("a")])
+    assert fake.asked[-1][1].keys() >= NO_PENALTIES.keys()
 
 
 def test_what_the_server_says_of_a_forced_answer_is_kept(fake: FakeServer) -> None:
@@ -96,7 +122,11 @@ def test_what_passes_is_tried_again(fake: FakeServer, trouble: Answer) -> None:
     fake.paths["/v1/chat/completions"] = in_turn(trouble, trouble, last=lambda body: chat("fine"))
     model = OpenAIServer(fake.url, limits=RequestLimits(concurrency=1, max_retries=2, first_wait_s=0.001))
     assert [one.text for one in model.generate([request("a")])] == ["fine"]
-    assert len(fake.chats()) == 3
+    assert len(fake.chats()) == 4  # what the server takes was found out in the third
+    assert model.describe()["engine"]["neutral"] == NO_PENALTIES
+    fake.paths["/v1/chat/completions"] = in_turn(trouble, trouble, last=lambda body: chat("again"))
+    assert [one.text for one in model.generate([request("a")])] == ["again"]
+    assert len(fake.chats()) == 7
 
 
 @pytest.mark.parametrize(
@@ -250,7 +280,8 @@ def test_a_server_that_dies_in_the_middle_is_gone_on_with(fake: FakeServer, tmp_
     whole = tmp_path / "whole"
     evaluate(OpenAIServer(fake.url, limits=QUICK), suites, 0, whole)
     alive, count = fake.paths["/v1/chat/completions"], iter(range(100))
-    fake.paths["/v1/chat/completions"] = lambda body: alive(body) if next(count) < 7 else (0, None)
+    num_alive = 8  # the first is asked to learn what the server takes, the others are items
+    fake.paths["/v1/chat/completions"] = lambda body: alive(body) if next(count) < num_alive else (0, None)
     out, model = tmp_path / "new" / "out", OpenAIServer(fake.url, limits=QUICK)
     with pytest.raises(TargetError, match=r"7 answers are kept; the same command with --resume goes on from them"):
         evaluate(model, suites, 0, out, batch_items=4, keep_answers=True)
@@ -259,7 +290,7 @@ def test_a_server_that_dies_in_the_middle_is_gone_on_with(fake: FakeServer, tmp_
         file.write('{"key": "cut o')  # the machine stopped while it wrote
     fake.paths["/v1/chat/completions"], before = alive, len(fake.chats())
     evaluate(OpenAIServer(fake.url, limits=QUICK), suites, 0, out, keep_answers=True, resume=True)
-    assert len(fake.chats()) - before == 5
+    assert len(fake.chats()) - before == 1 + 5
     assert sorted(path.name for path in out.iterdir()) == ["result.json", "samples.jsonl"]
     assert (out / "samples.jsonl").read_bytes() == (whole / "samples.jsonl").read_bytes()
 

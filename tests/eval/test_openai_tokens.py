@@ -11,7 +11,7 @@ from quantkit_eval.errors import IncomparableResults, ModelOutputError, NotOffer
 from quantkit_eval.evaluate import evaluate
 from quantkit_eval.protocol import MESSAGES_ONLY, RENDERED_BY_SERVER, hash_messages, hash_token_ids
 from quantkit_eval.records import read_samples
-from quantkit_eval.targets import OpenAIServer
+from quantkit_eval.targets import OpenAIServer, RequestLimits
 from tests.eval.fake_server import GOLDS, QUICK, Answer, FakeServer, chat, request
 
 
@@ -52,9 +52,12 @@ def test_records_of_a_server_compare_with_those_of_an_engine(
     gates = {"suites": ["extract"], "max_drop_pp": {"extract": 90}}
     local = fake_model(lambda asked: GOLDS[asked.messages[-1]["content"]])
     evaluate(local, suites, 0, tmp_path / "local")
-    fake.paths["/v1/chat/completions"] = lambda body: chat(
-        GOLDS[body["messages"][-1]["content"]], prompt_tokens=len(body["messages"][-1]["content"].encode()) + 2
-    )
+
+    def answer(body: Any) -> Answer:
+        text = body["messages"][-1]["content"]
+        return chat(GOLDS.get(text, "ok"), prompt_tokens=len(text.encode()) + 2)
+
+    fake.paths["/v1/chat/completions"] = answer
     fake.paths["/tokenize"] = lambda body: (200, {"tokens": Bytes().render(body["messages"])})
     evaluate(OpenAIServer(fake.url, limits=QUICK), suites, 0, tmp_path / "shown")
     verdict = compare(tmp_path / "local", tmp_path / "shown", gates)
@@ -129,6 +132,17 @@ def test_a_server_that_fails_at_token_ids_offers_no_likelihood(fake: FakeServer,
     fake.paths["/v1/completions"] = lambda body: (503, {})
     with pytest.raises(TargetError, match=r"failed .* times"):
         OpenAIServer(fake.url, tokenizer=Bytes(), limits=QUICK).score_tokens([3, 8])
+
+
+def test_a_server_that_fails_until_the_time_is_up_offers_no_likelihood(fake: FakeServer) -> None:
+    """A short --request-timeout ends the tries before they are counted out."""
+    fake.paths["/v1/completions"] = lambda body: (500, {"error": {"message": "no ids"}})
+    short = RequestLimits(total_timeout_s=0.3, max_retries=5, first_wait_s=0.05)
+    with pytest.raises(NotOfferedError, match=r"within 0\.3 s .500 Internal Server Error .no ids"):
+        OpenAIServer(fake.url, tokenizer=Bytes(), limits=short).score_tokens([3, 8])
+    fake.paths["/v1/completions"] = lambda body: (503, {})
+    with pytest.raises(TargetError, match=r"within 0\.3 s .503"):
+        OpenAIServer(fake.url, tokenizer=Bytes(), limits=short).score_tokens([3, 8])
 
 
 def test_a_suite_that_is_not_offered_is_left_out_and_said(fake: FakeServer, tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ class RequestRefusedError(TargetError):
 
 
 class ServerFaultError(TargetError):
-    """The server answers each try with 500: it is there, and this request is beyond it."""
+    """The server answered each try that it answered with 500: it is there, and this request is beyond it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class HttpRequests:
         return answers[0]
 
     def post(self, url: str, body: Mapping[str, Any]) -> Json:
-        """The answer to one request. Raises as ``get``."""
+        """The answer to one request. Raises as ``get``; ServerFaultError if the server answers with 500 only."""
         answers, failure = self.post_all(url, [body])
         if failure is not None:
             raise failure
@@ -154,7 +154,7 @@ class HttpRequests:
     ) -> Json:
         """Try, wait, and try again, within the total time."""
         begun, trouble, wait = time.monotonic(), "no answer yet", self._limits.first_wait_s
-        is_reached, is_at_fault = True, True
+        is_reached, outcomes = True, set[int]()  # statuses, and 0 for a try without one
         try:
             async with asyncio.timeout(self._limits.total_timeout_s):
                 for number in range(1, tries + 1):
@@ -162,13 +162,14 @@ class HttpRequests:
                         response = await client.request(method, url, json=body)
                     except httpx.RequestError as error:
                         trouble = f"{type(error).__name__} {error}".strip()
-                        is_reached, is_at_fault = not isinstance(error, httpx.ConnectError), False
+                        is_reached = not isinstance(error, httpx.ConnectError)
+                        outcomes.add(0)
                         asked = 0.0
                     else:
                         is_reached = True
                         if not _may_pass(response.status_code):
                             return _document(url, response)
-                        is_at_fault &= response.status_code == INTERNAL_ERROR
+                        outcomes.add(response.status_code)
                         trouble = _status(response)
                         asked = _retry_after(response)
                     if number < tries:
@@ -177,11 +178,16 @@ class HttpRequests:
         except TimeoutError:
             seconds = self._limits.total_timeout_s
             what = "gave no answer within" if is_reached else "could not be reached for"
-            raise TargetError(f"{url} {what} {seconds:g} s ({trouble})", fix=LOOK) from None
+            raise _failure(f"{url} {what} {seconds:g} s ({trouble})", outcomes) from None
         seconds = time.monotonic() - begun
         how_often = "once" if tries == 1 else f"{tries} times in {seconds:.1f} s, at last"
-        kind = ServerFaultError if is_at_fault else TargetError
-        raise kind(f"{url} failed {how_often} with {trouble}", fix=LOOK)
+        raise _failure(f"{url} failed {how_often} with {trouble}", outcomes)
+
+
+def _failure(message: str, outcomes: set[int]) -> TargetError:
+    """What tries that all failed come to."""
+    kind = ServerFaultError if outcomes == {INTERNAL_ERROR} else TargetError
+    return kind(message, fix=LOOK)
 
 
 def _may_pass(status: int) -> bool:

@@ -1,5 +1,6 @@
 """A server that speaks OpenAI's HTTP interface (vLLM, SGLang, llama.cpp, ours) as a model under evaluation."""
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 from urllib.parse import urlsplit, urlunsplit
@@ -27,8 +28,10 @@ from quantkit_eval.targets.http_requests import (
 )
 from quantkit_eval.targets.token_logprobs import score_with_echo, score_with_prompt_logprobs
 
+logger = logging.getLogger(__name__)
+
 # What leaves the likelihoods as they are. Servers have other defaults: llama-cpp-python a repeat_penalty of 1.1, vLLM
-# those of the model's generation_config.json. Where a name is refused, the next has fewer.
+# those of the model's generation_config.json. A server that refuses a name is asked with the next, which has fewer.
 NEUTRAL: tuple[dict[str, float], ...] = (
     {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0, "repeat_penalty": 1.0},
     {"frequency_penalty": 0.0, "presence_penalty": 0.0, "repetition_penalty": 1.0},
@@ -97,10 +100,13 @@ class OpenAIServer:
         self._renders = tokenizer is None and self._render_at_server(PROBE) is not None
         self._version = self._find_version()
         self._has_scored = False
-        self._neutral, self._takes_neutral = 0, False
+        self._neutral: dict[str, float] | None = None  # until the first chat
 
     def describe(self) -> dict[str, Any]:
-        """What the server says of itself; who runs behind it, nobody can tell."""
+        """What the server says of itself; who runs behind it, nobody can tell.
+
+        ``engine.neutral`` holds the penalties that its chats are told to leave off; None before the first chat.
+        """
         template_hash = RENDERED_BY_SERVER if self._renders else MESSAGES_ONLY
         return {
             "model": {
@@ -116,7 +122,7 @@ class OpenAIServer:
                 "version": self._version,
                 "interface": "openai",
                 "concurrency": self._limits.concurrency,
-                "neutral": NEUTRAL[self._neutral],
+                "neutral": self._neutral,
             },
             "template_hash": self._tokenizer.template_hash if self._tokenizer else template_hash,
         }
@@ -129,9 +135,11 @@ class OpenAIServer:
             ModelOutputError: the server renders prompts otherwise than the tokenizer.
         """
         prompts = self._prompts([request.messages for request in requests])
-        bodies = [self._chat_body(request) for request in requests]
+        if self._neutral is None:
+            self._neutral = self._find_neutral()
+        bodies = [{**self._chat_body(request), **self._neutral} for request in requests]
         names = [request.id for request in requests]
-        answers, failure = self._post_chats(bodies, names)
+        answers, failure = self._http.post_all(f"{self.url}/chat/completions", bodies, names)
         generations = []
         for request, prompt, answer in zip(requests, prompts, answers, strict=True):
             if answer is None and failure is not None:  # it was not asked any more
@@ -184,18 +192,23 @@ class OpenAIServer:
                 return torch.tensor(found, dtype=torch.float32)
         raise NotOfferedError(f"{self.url} gives no log-probabilities of a prompt's tokens{reason}")
 
-    def _post_chats(
-        self, bodies: Sequence[Mapping[str, Any]], names: Sequence[str]
-    ) -> tuple[list[Json | None], TargetError | None]:
-        """As `HttpRequests.post_all`; finds out first how many of the penalties the server lets turn off."""
-        url = f"{self.url}/chat/completions"
-        while True:
-            answers, failure = self._http.post_all(url, [{**body, **NEUTRAL[self._neutral]} for body in bodies], names)
-            self._takes_neutral |= any(answer is not None for answer in answers)
-            is_last = self._takes_neutral or self._neutral == len(NEUTRAL) - 1
-            if is_last or not isinstance(failure, RequestRefusedError):
-                return answers, failure
-            self._neutral += 1
+    def _find_neutral(self) -> dict[str, float]:
+        """How many of the penalties the server lets turn off, by a chat of one token that has nothing else to refuse.
+
+        Some servers answer a name that they do not know with 500. One that refuses the chat without any of them too has
+        another reason: it is asked with all, and the answer to the first request says which.
+        """
+        body = self._chat_body(GenerationRequest("probe", PROBE, 1))
+        for neutral in NEUTRAL:
+            try:
+                self._http.post(f"{self.url}/chat/completions", {**body, **neutral})
+            except (RequestRefusedError, ServerFaultError):
+                continue
+            missing = ", ".join(sorted(NEUTRAL[0].keys() - neutral.keys()))
+            if missing:
+                logger.warning("%s does not take %s: what it does to likelihoods by itself stays on", self.url, missing)
+            return neutral
+        return NEUTRAL[0]
 
     def _find_model(self, name: str | None) -> Mapping[str, Any]:
         """The server's card of the model; one with an id alone if it keeps no list."""
