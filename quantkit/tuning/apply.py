@@ -175,7 +175,8 @@ def _build_student(plan: Plan, writer: CheckpointWriter, tuning: Tuning) -> Stud
         model.get_parameter(parameter).data = value
     for name, value in model.named_parameters():
         value.requires_grad_(name.endswith(".shift"))
-    return Student(model, decoder, layers, plan.source.dtype, checkpointing=tuning.checkpointing)
+    vocab_size = int(plan.source.config.get_text_config().vocab_size)
+    return Student(model, decoder, layers, plan.source.dtype, vocab_size, checkpointing=tuning.checkpointing)
 
 
 def _tunable(

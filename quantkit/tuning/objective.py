@@ -5,9 +5,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-ROWS = 128  # rows of logits in memory at once, for each of the two models
+LOGITS = 6 << 20  # numbers in memory at once, for each of the two models
 
 Head = Callable[[Tensor], Tensor]
+
+
+def rows_at_once(vocab_size: int) -> int:
+    """How many rows of logits are made at a time."""
+    return max(1, LOGITS // vocab_size)
 
 
 def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
@@ -17,7 +22,7 @@ def kl_rows(teacher: Tensor, student: Tensor) -> Tensor:
 
 
 def backward_through_head(
-    hidden: Tensor, target: Tensor, counted: Tensor, teacher_head: Head, student_head: Head
+    hidden: Tensor, target: Tensor, counted: Tensor, teacher_head: Head, student_head: Head, at_once: int
 ) -> tuple[float, Tensor]:
     """Mean KL over the counted tokens and its gradient with respect to the last block's output.
 
@@ -30,6 +35,7 @@ def backward_through_head(
         counted: [T] bool, the tokens that count; at least one.
         teacher_head: [T, hidden] -> [T, V] logits of the original.
         student_head: the same of the tuned model.
+        at_once: rows of logits in memory.
 
     Returns:
         Mean KL in nats, and the gradient [T, hidden].
@@ -37,7 +43,7 @@ def backward_through_head(
     gradient = torch.zeros_like(hidden)
     rows = counted.nonzero().flatten()
     total = 0.0
-    for part in rows.split(ROWS):
+    for part in rows.split(at_once):
         with torch.no_grad():
             teacher = teacher_head(target[part].float())
         leaf = hidden.detach()[part].requires_grad_()
@@ -50,11 +56,16 @@ def backward_through_head(
 
 
 @torch.no_grad()
-def kl_of_tokens(hidden: Tensor, target: Tensor, teacher_head: Head, student_head: Head) -> tuple[Tensor, Tensor]:
-    """KL of every token in nats, and whether both models put the same token first: [T] float32 and [T] bool."""
+def kl_of_tokens(
+    hidden: Tensor, target: Tensor, teacher_head: Head, student_head: Head, at_once: int
+) -> tuple[Tensor, Tensor]:
+    """KL of every token in nats, and whether both models put the same token first: [T] float32 and [T] bool.
+
+    Arguments as for `backward_through_head`.
+    """
     distances, agrees = [], []
-    for start in range(0, len(hidden), ROWS):
-        part = slice(start, start + ROWS)
+    for start in range(0, len(hidden), at_once):
+        part = slice(start, start + at_once)
         teacher, student = teacher_head(target[part].float()), student_head(hidden[part])
         distances.append(kl_rows(teacher, student))
         agrees.append(teacher.argmax(-1) == student.argmax(-1))

@@ -125,6 +125,7 @@ class Tuner:
                 windows.token_mask.flatten(),
                 self.student.original_head,
                 self.student.head,
+                self.student.rows_at_once,
             )
             torch.autograd.backward(hidden, gradient / self._passes_a_step)
             total += loss / self._passes_a_step

@@ -88,7 +88,9 @@ def evaluate(student: Student, sources: Sequence[TuningSource], targets: Targets
             hidden = student.blocks(student.enter(windows.token_ids, windows.token_mask)).flatten(0, 1)
             counted = windows.token_mask.flatten()
             target = targets[id(windows)].flatten(0, 1)[counted]
-            distance, agrees = kl_of_tokens(hidden[counted], target, student.original_head, student.head)
+            distance, agrees = kl_of_tokens(
+                hidden[counted], target, student.original_head, student.head, student.rows_at_once
+            )
             agreed += float(agrees.sum())
             tokens = windows.token_mask.sum(1).tolist()
             parts = zip(tokens, distance.split(tokens), strict=True)

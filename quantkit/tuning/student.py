@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from quantkit.architectures import DecoderBlocks
 from quantkit.calibration.activations import enter_with_gradients, run_head
 from quantkit.calibration.staged_block import BlockBatch
+from quantkit.tuning.objective import rows_at_once
 from quantkit.tuning.small_parameter import SmallParameter, small_parameters
 from quantkit.tuning.tunable_linear import TunableLinear
 
@@ -23,11 +24,13 @@ class Student:
         decoder: its blocks.
         layers: the quantized layers by their name in the model; they are put in their places.
         dtype: storage dtype of the model.
+        vocab_size: columns of its logits.
         checkpointing: keep only the input of each block for the backward pass and compute the block again there.
 
     Attributes:
         layers: as given.
         small: norms' weights and biases by name, the final norm among them.
+        rows_at_once: rows of logits that are made at a time.
     """
 
     def __init__(
@@ -36,11 +39,13 @@ class Student:
         decoder: DecoderBlocks,
         layers: Mapping[str, TunableLinear],
         dtype: torch.dtype,
+        vocab_size: int,
         *,
         checkpointing: bool = False,
     ) -> None:
         self.model, self.decoder, self.layers = model, decoder, dict(layers)
         self._checkpointing = checkpointing
+        self.rows_at_once = rows_at_once(vocab_size)
         for name, layer in self.layers.items():
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, layer)
