@@ -11,7 +11,7 @@ from quantkit.serve import SamplingParams
 
 FAMILIES = ("llama", "qwen2", "qwen3", "mistral", "gemma3", "phi3", "mixtral")
 LENGTHS = (1, 5, 33, 16, 60, 17, 2)  # the sliding windows of the tiny models are 24
-COUNT = 24
+COUNT = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=COUNT)
 
 
