@@ -96,9 +96,10 @@ class CachedEvaluation:
 
 
 def _files(options: Mapping[str, Any]) -> list[str]:
-    """The files that a suite of the user's reads: its items, or the folder of its tasks."""
-    if options.get("kind") == "file":
-        return [str(options["path"])]
+    """The files of the user's that a suite reads: its items, its text, or the folder of its tasks."""
+    named = [str(options[key]) for key in ("path", "text_path") if options.get(key) is not None]
+    if named:
+        return named
     folder = options.get("include_path")
     return [str(path) for path in sorted(Path(folder).rglob("*")) if path.is_file()] if folder else []
 

@@ -14,7 +14,6 @@ from quantkit.export_gguf.verify import verify_gguf
 from quantkit.formats.shards import write_text_durably
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import GgufOutput, Recipe, name_places
-from quantkit.recipe.gates import FileSuite
 from quantkit.serve import Engine, EngineConfig, EngineModel
 from quantkit.serve.device import DeviceName
 from quantkit.source import ModelSource, open_model
@@ -181,11 +180,10 @@ def _refuse_to_replace(recipe: Recipe, records: Path, allowed: bool) -> None:
 
 def _identity(recipe: Recipe, source: ModelSource) -> dict[str, Any]:
     """What must be the same for records to be records of this run."""
-    files = [suite.path for suite in recipe.gates.suites if isinstance(suite, FileSuite)]
     return {
         "recipe": recipe.sha256,
         "model": source.fingerprint(),
-        "suites": {path: file_sha256(Path(path)) for path in files},
+        "suites": {path: file_sha256(Path(path)) for path in recipe.gates.files.values()},
         "quantkit": __version__,
     }
 

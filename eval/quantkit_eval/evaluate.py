@@ -163,7 +163,7 @@ def check_suites(suites: Mapping[str, Mapping[str, Any]]) -> None:
         suites: as ``evaluate`` takes them.
 
     Raises:
-        OptionError: an unknown suite, wrong options, or a file of items that cannot be read.
+        OptionError: an unknown suite, wrong options, or a file of items or a text that cannot be read.
     """
     for name, options in suites.items():
         count_items(name, options)

@@ -15,7 +15,6 @@ from quantkit.checkpoint.manifest import manifest_path
 from quantkit.errors import CheckpointError
 from quantkit.gguf_files import places_of
 from quantkit.recipe import DatasetSource, GgufOutput, Recipe, SelfGeneratedSource, StructuredChatSource, name_places
-from quantkit.recipe.gates import FileSuite
 from quantkit.source import ModelSource
 from quantkit_eval.records import check_writable
 
@@ -143,9 +142,8 @@ def _reads(recipe: Recipe, source: ModelSource) -> Iterator[tuple[str, Path]]:
             text = entry.seed_prompts if isinstance(entry, SelfGeneratedSource) else entry.path
         if text != BUILTIN and Path(text).exists():
             yield "a source of the calibration", Path(text)
-    for suite in recipe.gates.suites:
-        if isinstance(suite, FileSuite):
-            yield f"the file of the suite {suite.name}", Path(suite.path)
+    for name, path in recipe.gates.files.items():
+        yield f"the file of the suite {name}", Path(path)
 
 
 def _writes(recipe: Recipe) -> Iterator[tuple[str, Path]]:

@@ -42,6 +42,7 @@ SECTIONS: dict[str, type[BaseModel]] = {
     "gates": gates.Gates,
     "gates.suites[].file": gates.FileSuite,
     "gates.suites[].constrained": gates.ConstrainedSuite,
+    "gates.suites[].text": gates.TextSuite,
     "gates.suites[].lm-eval": gates.LmEvalSuite,
     "report": gates.Report,
     "search": search.Search,

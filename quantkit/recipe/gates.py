@@ -42,6 +42,13 @@ class ConstrainedSuite(Section):
     constrained: Literal[True]
 
 
+class TextSuite(Section):
+    """The built-in suite ``nll`` on a text of the user's; lines with ``<|document|>`` alone separate its documents."""
+
+    name: Literal["nll"]
+    path: PathText
+
+
 class LmEvalSuite(Section):
     """A task or group of lm-eval; `quantkit_eval.suites.lm_eval_task` says what the keys mean."""
 
@@ -65,9 +72,15 @@ def _kind(suite: Any) -> str:
     if isinstance(suite, LmEvalSuite) or (isinstance(suite, dict) and suite.get("kind") == "lm-eval"):
         return "lm-eval"
     if isinstance(suite, dict):
-        return "constrained" if "constrained" in suite and not suite.keys() & {"kind", "path"} else "file"
+        if "kind" in suite:
+            return "file"
+        if suite.get("name") == "nll":
+            return "text"
+        return "constrained" if "constrained" in suite and "path" not in suite else "file"
     if isinstance(suite, FileSuite):
         return "file"
+    if isinstance(suite, TextSuite):
+        return "text"
     return "constrained" if isinstance(suite, ConstrainedSuite) else "name"
 
 
@@ -75,6 +88,7 @@ Suite = Annotated[
     Annotated[BuiltinSuite, Tag("name")]
     | Annotated[FileSuite, Tag("file")]
     | Annotated[ConstrainedSuite, Tag("constrained")]
+    | Annotated[TextSuite, Tag("text")]
     | Annotated[LmEvalSuite, Tag("lm-eval")],
     Discriminator(_kind),
 ]
@@ -86,6 +100,8 @@ def _name(suite: Any) -> str:
         return suite
     if isinstance(suite, LmEvalSuite):
         return suite.name or suite.task
+    if isinstance(suite, TextSuite):
+        return suite.name
     return str(suite.name) + CONSTRAINED * suite.constrained
 
 
@@ -128,6 +144,11 @@ class Gates(Section):
         return tuple(map(_name, self.suites))
 
     @property
+    def files(self) -> dict[str, str]:
+        """Suite -> the file of the user's that it reads."""
+        return {_name(suite): suite.path for suite in self.suites if isinstance(suite, FileSuite | TextSuite)}
+
+    @property
     def suite_options(self) -> dict[str, dict[str, Any]]:
         """Suite -> its options, as ``quantkit_eval.evaluate.evaluate`` takes them."""
         options: dict[str, dict[str, Any]] = {}
@@ -135,6 +156,8 @@ class Gates(Section):
             options[name] = {}
             if isinstance(suite, FileSuite):
                 options[name] = suite.model_dump(exclude={"name", "constrained"})
+            elif isinstance(suite, TextSuite):
+                options[name] = {"text_path": suite.path}
             elif isinstance(suite, LmEvalSuite):
                 options[name] = suite.model_dump(exclude={"name"}, exclude_none=True)
             if name in self.num_items:

@@ -17,7 +17,7 @@ from quantkit.recipe import Recipe
 from quantkit_eval.records import write_atomically
 from quantkit_eval.suites import load_suite
 from quantkit_eval.suites.graded import GeneratedSuite
-from quantkit_eval.suites.nll import DOCUMENT_SEPARATOR, NllOptions
+from quantkit_eval.suites.nll import DOCUMENT_SEPARATOR, NllOptions, split_documents
 
 SCREENING_ITEMS = 16  # of a suite in a round
 SCREENING_WINDOWS = 16  # of text
@@ -79,7 +79,7 @@ def split_items(recipe: Recipe, folder: Path) -> Holdout:
         final[name] = dict(given) | ({} if last is None else {key: last})
         few = dict(given) | {key: wanted}
         if name == "nll":
-            text, other = _cut_text(folder)
+            text, other = _cut_text(NllOptions(text_path=given.get("text_path")), folder)
             final[name]["text_path"] = str(other)
             if recipe.gates.max_kl_mean_nats is not None:
                 cheap[name] = few | {"text_path": str(text)}
@@ -124,15 +124,20 @@ def _prompts(suites: Options, seed: int) -> set[str]:
     return found
 
 
-def _cut_text(folder: Path) -> tuple[Path, Path]:
+def _cut_text(options: NllOptions, folder: Path) -> tuple[Path, Path]:
     """The text of nll as two files: some documents for the screening, the others for the certification."""
-    mark = f"{DOCUMENT_SEPARATOR}\n"
-    documents = [document for document in NllOptions().read_text().split(mark) if document.strip()]
+    documents = [document for document in split_documents(options.read_text()) if document.strip()]
+    if len(documents) < SHARE:
+        raise RecipeError(
+            f"search: the text of nll has {len(documents)} documents in {options.text_path}; {SHARE} are the fewest to"
+            " divide",
+            fix=f"Separate its documents by lines with {DOCUMENT_SEPARATOR} alone",
+        )
     parts = (
         [document for number, document in enumerate(documents) if (number % SHARE == 1) is screens]
         for screens in (True, False)
     )
-    screening, certification = (_keep(mark.join(part), folder, "nll", ".txt") for part in parts)
+    screening, certification = (_keep(f"\n{DOCUMENT_SEPARATOR}\n".join(part), folder, "nll", ".txt") for part in parts)
     return screening, certification
 
 

@@ -170,6 +170,10 @@ def test_what_the_whole_recipe_lacks_has_its_name(model: Path) -> None:
             "gates: {suites: [nll, {kind: file, name: mine, path: no.jsonl}]}",
             "12:23: the items no.jsonl cannot be read (No such file or directory)",
         ),
+        (
+            "gates: {suites: [extract, {name: nll, path: no.txt}]}",
+            "12:27: suite 'nll': the text no.txt cannot be read (No such file or directory)",
+        ),
         ("report: {html: out/r.html, markdown: model/r.md}", "12:28: model/r.md is inside the model's own folder"),
     ],
 )

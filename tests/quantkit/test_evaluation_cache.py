@@ -56,9 +56,10 @@ def test_records_come_back_as_they_were(records: Path, tmp_path: Path) -> None:
 
 
 def test_whatever_changes_the_records_makes_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    mine = tmp_path / "mine.jsonl"
+    mine, text = tmp_path / "mine.jsonl", tmp_path / "text.txt"
     mine.write_text("{}")
-    suites = {**SUITES, "mine": {"kind": "file", "path": str(mine)}}
+    text.write_text("One.")
+    suites = {**SUITES, "mine": {"kind": "file", "path": str(mine)}, "nll": {"text_path": str(text)}}
     first = CachedEvaluation(ABOUT, suites, 0).folder
     fewer_blocks = {**ABOUT, "engine": {**ABOUT["engine"], "num_kv_blocks": 6}}
     assert CachedEvaluation(fewer_blocks, suites, 0).folder == first
@@ -69,11 +70,12 @@ def test_whatever_changes_the_records_makes_another_entry(tmp_path: Path, monkey
         CachedEvaluation({**ABOUT, "engine": {"name": "e", "dtype": "bfloat16"}}, suites, 0),
         CachedEvaluation({**ABOUT, "template_hash": "u"}, suites, 0),
     ]
-    mine.write_text("{} ")
-    others.append(CachedEvaluation(ABOUT, suites, 0))
+    for path in (mine, text):
+        path.write_text(path.read_text() + " ")
+        others.append(CachedEvaluation(ABOUT, suites, 0))
     monkeypatch.setattr(evaluation_cache, "source_digest", lambda: "changed")
     others.append(CachedEvaluation(ABOUT, suites, 0))
-    assert len({first, *(other.folder for other in others)}) == 8
+    assert len({first, *(other.folder for other in others)}) == 9
 
 
 @pytest.mark.parametrize("file", ["samples.jsonl", "result.json"])

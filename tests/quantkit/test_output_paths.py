@@ -16,7 +16,7 @@ model: {model}
 calibration: {{sources: [{{kind: text, path: data/corpus.txt}}]}}
 quantization: {{scheme: W4A16, algorithm: {{name: gptq}}}}
 outputs: [{outputs}]
-gates: {{suites: [{{kind: file, name: mine, path: suites/mine.jsonl}}, nll]}}
+gates: {{suites: [{{kind: file, name: mine, path: suites/mine.jsonl}}, {{name: nll, path: texts/own.txt}}]}}
 report: {{html: {html}}}
 """
 
@@ -25,7 +25,7 @@ report: {{html: {html}}}
 def source(make_tiny_model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModelSource:
     """A model in zoo/m of the current folder, beside everything else that the recipe reads."""
     monkeypatch.chdir(tmp_path)
-    for name in ("data/corpus.txt", "suites/mine.jsonl"):
+    for name in ("data/corpus.txt", "suites/mine.jsonl", "texts/own.txt"):
         Path(name).parent.mkdir()
         Path(name).touch()
     return open_source(make_tiny_model("llama", tmp_path / "zoo" / "m"))
@@ -50,6 +50,7 @@ def recipe(*outputs: str, html: str = "run/report.html") -> Recipe:
         ("/", "holds the current folder"),
         ("data", "holds a source of the calibration (data/corpus.txt)"),
         ("suites", "holds the file of the suite mine (suites/mine.jsonl)"),
+        ("texts", "holds the file of the suite nll (texts/own.txt)"),
         ("recipes", "holds the recipe (recipes/r.yaml)"),
         ("run", "holds the html report (run/report.html)"),
         ("run/records", "is the folder of the records"),

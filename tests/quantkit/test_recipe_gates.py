@@ -48,6 +48,19 @@ def test_a_constrained_suite_stands_beside_the_free_one() -> None:
     assert parse_recipe("version: 1\ngates: {suites: [{name: tools, constrained: true}]}", origin="r").gates.suites
 
 
+def test_the_text_of_nll_may_be_the_users() -> None:
+    text = "version: 1\ngates:\n  suites: [extract, {name: nll, path: mails.txt}]\n  max_kl_mean_nats: 0.1\n"
+    gates = parse(text + "  num_items: {nll: 8}\n").gates
+    assert gates.suite_names == ("extract", "nll")
+    assert gates.suite_options["nll"] == {"text_path": "mails.txt", "max_windows": 8}
+    assert gates.files == {"nll": "mails.txt"}
+    assert Gates.parse(gates.limits).suites == ("extract", "nll")
+    with pytest.raises(RecipeError, match=r"r\.yaml:3:21: gates\.suites\[1\]\.path: missing"):
+        parse(text.replace(", path: mails.txt", ""))
+    with pytest.raises(RecipeError, match=r"gates\.suites\[1\]\.constrained: unknown key"):
+        parse(text.replace("path: mails.txt", "path: mails.txt, constrained: true"))
+
+
 def test_suites_by_name_and_from_a_file() -> None:
     gates = parse(RECIPE).gates
     assert gates.suite_names == ("extract", "schema", "nll", "mine")

@@ -23,6 +23,7 @@ from quantkit_eval.reasons import PairedCounts
 from quantkit_eval.sequential import drop_evidence, is_hopeless
 from quantkit_eval.suites.extract_items import generate_items as extract_items
 from quantkit_eval.suites.file import read_items
+from quantkit_eval.suites.nll import split_documents
 
 RECIPE = """\
 version: 1
@@ -128,6 +129,20 @@ def test_what_certifies_is_not_what_chose(items: Path, tmp_path: Path) -> None:
     assert again == holdout
     other = split_items(parse_recipe(recipe.text.replace("search: {", "search: {seed: 1, ")), tmp_path / "items")
     assert {one.seed for one in other.screening}.isdisjoint(one.seed for one in holdout.screening)
+
+
+def test_a_text_of_the_users_is_divided_by_its_documents(items: Path, tmp_path: Path) -> None:
+    text = RECIPE.format(items=items, more="").replace(" nll]", f" {{name: nll, path: {tmp_path / 'own.txt'}}}]")
+    (tmp_path / "own.txt").write_text("\n<|document|>\n".join(f"Document {number}.\n" for number in range(7)))
+    holdout = split_items(parse_recipe(text), tmp_path / "items")
+    sets = holdout.screening[0].suites, holdout.certification.suites
+    parts = [split_documents(Path(str(suites["nll"]["text_path"])).read_text()) for suites in sets]
+    assert parts == [[f"Document {n}." for n in (1, 4)], [f"Document {n}." for n in (0, 2, 3, 5, 6)]]
+    (tmp_path / "own.txt").write_text("One document.\n")
+    with pytest.raises(
+        RecipeError, match=r"nll has 1 documents in .*own\.txt; 3 are .*lines with <\|document\|> alone"
+    ):
+        split_items(parse_recipe(text), tmp_path / "items")
 
 
 def test_a_suite_that_repeats_itself_cannot_do_both(items: Path, tmp_path: Path) -> None:

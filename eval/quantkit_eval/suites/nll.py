@@ -57,9 +57,24 @@ class NllOptions:
         if self.text_path is None:
             return files("quantkit_eval").joinpath("data", "nll.txt").read_text(encoding="utf-8")
         try:
-            return Path(self.text_path).read_text(encoding="utf-8")
+            text = Path(self.text_path).read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
-            raise OptionError(f"suite 'nll': text_path={self.text_path!r} cannot be read ({error})") from None
+            words = getattr(error, "strerror", None) or error
+            raise OptionError(f"suite 'nll': the text {self.text_path} cannot be read ({words})") from None
+        if not any(document.strip() for document in split_documents(text)):
+            raise OptionError(f"suite 'nll': the text {self.text_path} is empty")
+        return text
+
+
+def split_documents(text: str) -> list[str]:
+    """The documents of a text, without the lines that separate them."""
+    found: list[list[str]] = [[]]
+    for line in text.split("\n"):
+        if line.strip() == DOCUMENT_SEPARATOR:
+            found.append([])
+        else:
+            found[-1].append(line)
+    return ["\n".join(lines).strip("\n") for lines in found]
 
 
 def run(suite_run: SuiteRun) -> SuiteOutcome:
@@ -72,8 +87,7 @@ def run(suite_run: SuiteRun) -> SuiteOutcome:
     """
     options = parse_options(NllOptions, suite_run.options, SUITE)
     text = options.read_text()
-    documents = [document.strip("\n") for document in text.split(f"{DOCUMENT_SEPARATOR}\n")]
-    windows = _cut([suite_run.model.tokenize(document) for document in documents], options)
+    windows = _cut([suite_run.model.tokenize(document) for document in split_documents(text)], options)
     identity = Identity.of(text, options.window_tokens, windows)
     reference_path: Path | None = suite_run.folder / REFERENCE_FILE
     if isinstance(suite_run.model, TokenScorer):
