@@ -39,7 +39,7 @@ class TuningSource:
     """What one source gives.
 
     Attributes:
-        label: for messages and the record.
+        label: for messages and the record; no other source has it.
         share: of the training passes.
         training: windows to learn from.
         validation: windows that only judge.
@@ -72,13 +72,14 @@ def read_tuning_sources(
     settings = calibration or Calibration()
     tokenizer = DocumentTokenizer(model.tokenizer())
     found = []
-    for number, source in enumerate(_sources(tuning, settings, tokenizer)):
+    sources = _sources(tuning, settings, tokenizer)
+    for number, (source, label) in enumerate(zip(sources, _labels(sources), strict=True)):
         with at_keys(*_place(tuning), number):
             pieces = _read(tokenizer, source, number, tuning, settings, model, progress)
         count = len(pieces) // VALIDATION_SHARE
         judges = _first_tokens(pieces[::-1][: max(count, 1)], MAX_VALIDATION_TOKENS)
         training = pieces[: len(pieces) - len(judges)]
-        found.append(TuningSource(source_label(source), source.share, batch(training), batch(judges)))
+        found.append(TuningSource(label, source.share, batch(training), batch(judges)))
     return tuple(found)
 
 
@@ -98,6 +99,12 @@ def check_tuning_sources(tuning: Tuning, calibration: Calibration | None, model:
 
 def _sources(tuning: Tuning, settings: Calibration, tokenizer: DocumentTokenizer) -> Sequence[Source]:
     return tuning.sources or settings.sources or default_sources(chat=tokenizer.has_chat_template)
+
+
+def _labels(sources: Sequence[Source]) -> list[str]:
+    """A label for each source; where two are called the same, with its place in the recipe."""
+    labels = [source_label(source) for source in sources]
+    return [f"{label} (sources[{number}])" if labels.count(label) > 1 else label for number, label in enumerate(labels)]
 
 
 def _place(tuning: Tuning) -> tuple[str, ...]:

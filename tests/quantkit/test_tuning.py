@@ -231,6 +231,20 @@ def test_a_bfloat16_model_is_tuned_with_the_weights_that_a_reader_makes(
     assert not report.skipped
 
 
+def test_each_source_judges_even_if_two_are_called_the_same(
+    tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    """The built-in text and the built-in chat are both `builtin`."""
+    recipe = _recipe(tiny_models("llama"), corpus, f"[{{format: compressed-tensors, path: {tmp_path / 'out'}}}]")
+    twice = f"[{{kind: text, path: {corpus}, share: 0.5}}, {{kind: text, path: {corpus}, share: 0.5}}]"
+    text = recipe.text.replace(f"[{{kind: text, path: {corpus}}}]", twice).replace("steps: 12", "steps: 1")
+    tuning = quantize_model(parse_recipe(text))["tuning"]
+    labels = ["corpus.txt (sources[0])", "corpus.txt (sources[1])"]
+    assert [source["name"] for source in tuning["sources"]] == labels
+    for entry in tuning["history"]:
+        assert list(entry["kl"]) == list(entry["agreement"]) == labels
+
+
 def test_all_outputs_hold_the_tuned_weights(tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path) -> None:
     outputs = ", ".join(
         f"{{format: {name}, path: {tmp_path / name}}}" for name in ("compressed-tensors", "gptq", "awq")
