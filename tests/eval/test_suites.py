@@ -37,6 +37,8 @@ def an_instance(schema: dict[str, Any], root: dict[str, Any]) -> Any:
     if "const" in schema:
         return schema["const"]
     texts = {"^[A-Z]{3}$": "ABC", "^[a-z]+-[0-9]{2}$": "a-10", "^[0-9]{4}$": "1234", "^(left|right)$": "left"}
+    texts |= {"^[A-Z]{2}[0-9]{3}$": "AB123", "^[0-9]{2}:[0-9]{2}$": "10:30", "^(north|south)$": "south"}
+    texts |= {"^[a-z]{4}$": "abcd"}
     formats = {"date": "2020-02-29", "email": "a@b.c", "ipv4": "10.0.0.1"}
     formats |= {"uuid": "123e4567-e89b-12d3-a456-426614174000"}
     match schema["type"]:
@@ -153,6 +155,15 @@ def test_a_model_that_knows_everything_scores_as_such(
     assert record["metrics"]["truncated"]["value"] == record["metrics"]["looped"]["value"] == 0
     samples = read_samples(tmp_path / "samples.jsonl")
     assert sum(bool(sample["metrics"][record["primary_metric"]]) for sample in samples) == 24
+
+
+def test_schema_hardly_asks_the_same_twice_and_never_what_another_seed_asks() -> None:
+    """A search chooses on some items and certifies on others; three rounds of screening against a certification."""
+    generate = suite_of("schema").generate
+    certified = [item.prompt for item in generate(504, 3)]
+    assert len(set(certified)) > 0.97 * len(certified)
+    screened = {item.prompt for seed in range(3) for item in generate(16, seed)}
+    assert len(screened & set(certified)) <= 4  # of 48: another seed will share none (`quantkit.search.holdout`)
 
 
 def test_schemas_of_the_suite_are_valid_and_narrow() -> None:

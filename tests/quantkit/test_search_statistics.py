@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from quantkit.errors import CheckpointError, RecipeError
-from quantkit.recipe import parse_recipe
+from quantkit.recipe import load_recipe, parse_recipe
 from quantkit.recipe.document import parse_document, write_document
 from quantkit.search.candidates import Candidate
 from quantkit.search.holdout import ItemSet, split_items
@@ -129,6 +129,11 @@ def test_what_certifies_is_not_what_chose(items: Path, tmp_path: Path) -> None:
     assert again == holdout
     other = split_items(parse_recipe(recipe.text.replace("search: {", "search: {seed: 1, ")), tmp_path / "items")
     assert {one.seed for one in other.screening}.isdisjoint(one.seed for one in holdout.screening)
+
+
+def test_the_items_of_the_built_in_search_can_be_divided(tmp_path: Path) -> None:
+    holdout = split_items(load_recipe("search-w4"), tmp_path)
+    assert holdout.certification.suites["schema"] == {"num_items": 504}
 
 
 def test_a_text_of_the_users_is_divided_by_its_documents(items: Path, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 """Generated structured chat is not what the suites ask: their wordings are read from the suites themselves."""
 
 import itertools
+import json
 import re
 from collections.abc import Iterator
+from importlib.resources import files
 from typing import Any
 
 import pytest
@@ -93,7 +95,10 @@ def test_names_cities_and_keys_of_the_suites_do_not_occur(generated: list[str], 
         assert not parts & found, name
     keys = {key for exchange in exchanges for key in exchange.task.keys}
     assert len(keys) > 150
-    assert not keys & SUITE_KEYS
+    lists = json.loads(files("quantkit_eval").joinpath("data", "words.json").read_text(encoding="utf-8"))
+    fields = {name for kind, names in lists.items() if kind.endswith("_fields") for name in names}
+    assert len(fields) > 100
+    assert not keys & (SUITE_KEYS | fields)
 
 
 def test_values_and_those_of_the_suites_overlap_little(exchanges: list[Exchange]) -> None:

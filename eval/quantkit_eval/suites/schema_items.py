@@ -12,7 +12,7 @@ from typing import Any
 
 from quantkit_eval.suites.graded import Item
 from quantkit_eval.suites.levels import Draw, items_in_turn
-from quantkit_eval.suites.words import word_list
+from quantkit_eval.suites.words import script_words, word_list
 
 Schema = dict[str, Any]
 Property = tuple[str, Schema]
@@ -21,7 +21,13 @@ WORDINGS = (
     "JSON Schema: {schema}\nInvent one example for it. JSON only.",
     "{schema}\nThis is the JSON Schema of a form. Fill in the form, with JSON.",
 )
-TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
+TEXT: Schema = {"type": "string"}
+NUMBER: Schema = {"type": "integer"}
+PATTERNS = (
+    *("^[A-Z]{3}$", "^[a-z]+-[0-9]{2}$", "^[0-9]{4}$", "^(left|right)$"),
+    *("^[A-Z]{2}[0-9]{3}$", "^[0-9]{2}:[0-9]{2}$", "^(north|south)$", "^[a-z]{4}$"),
+)
+CONSTANTS = (1, 2, 3, 4, "v1", "v2", "draft", "final", "open", "beta")
 # Turns before the question, by kind: a schema that is no item's, and an object that fits it. A model that sees but one
 # schema repeats its answer whatever is asked, so two are shown: a common one, and one of the item's own kind.
 EXAMPLES: Mapping[str, tuple[Schema, Any]] = {
@@ -54,15 +60,13 @@ EXAMPLES: Mapping[str, tuple[Schema, Any]] = {
 
 
 def _plain(rng: random.Random) -> Property:
-    text, number = {"type": "string", "minLength": 1}, {"type": "integer"}
-    kinds: list[Property] = [("name", text), ("city", text), ("age", number), ("count", number), ("title", text)]
-    name, schema = rng.choice(kinds)
-    return name, dict(schema)
+    kind, schema = rng.choice([("text", TEXT | {"minLength": 1}), ("number", NUMBER)])
+    return _field(rng, kind), dict(schema)
 
 
 def _bounded(rng: random.Random) -> Property:
     low = rng.randrange(0, 50, 5)
-    return rng.choice(["score", "price", "weight"]), {"type": "number", "minimum": low, "maximum": low + 50}
+    return _field(rng, "measure"), {"type": "number", "minimum": low, "maximum": low + 50}
 
 
 def _enum(rng: random.Random) -> Property:
@@ -76,43 +80,44 @@ def _long_enum(rng: random.Random) -> Property:
 def _array(rng: random.Random) -> Property:
     least = rng.randint(2, 3)
     items: Schema = rng.choice([{"type": "integer"}, {"type": "string"}, {"enum": ["low", "high"]}])
-    return rng.choice(["values", "list"]), {
-        "type": "array",
-        "items": items,
-        "minItems": least,
-        "maxItems": least + 2,
-    }
+    return _field(rng, "array"), {"type": "array", "items": items, "minItems": least, "maxItems": least + 2}
 
 
 def _nested(rng: random.Random) -> Property:
-    return "address", _closed([("street", {"type": "string"}), ("number", {"type": "integer", "minimum": 1})])
+    number = NUMBER | {"minimum": 1}
+    return _field(rng, "object"), _closed([(_field(rng, "text"), dict(TEXT)), (_field(rng, "number"), number)])
 
 
 def _any_of(rng: random.Random) -> Property:
     options: list[Schema] = [{"type": "integer"}, {"type": "null"}, {"enum": ["unknown", "later"]}, {"type": "boolean"}]
-    return "answer", {"anyOf": rng.sample(options, 2)}
+    return _field(rng, "choice"), {"anyOf": rng.sample(options, 2)}
 
 
 def _reference(rng: random.Random) -> Property:
-    return rng.choice(["start", "position"]), {"$ref": "#/$defs/point"}
+    return rng.choice(word_list("things")), {"$ref": "#/$defs/point"}
 
 
 def _pattern(rng: random.Random) -> Property:
-    pattern = rng.choice(["^[A-Z]{3}$", "^[a-z]+-[0-9]{2}$", "^[0-9]{4}$", "^(left|right)$"])
-    return "code", {"type": "string", "pattern": pattern}
+    return _field(rng, "code"), {"type": "string", "pattern": rng.choice(PATTERNS)}
 
 
 def _format(rng: random.Random) -> Property:
     name = rng.choice(["date", "email", "ipv4", "uuid"])
-    return name, {"type": "string", "format": name}
+    return _field(rng, name), {"type": "string", "format": name}
 
 
 def _unicode_key(rng: random.Random) -> Property:
-    return rng.choice(["größe", "prénom", "名前", "цена", "τιμή", "naïve ñ"]), {"type": "string", "minLength": 1}
+    words = [word for script, found in script_words().items() if script != "emoji" for word in found]
+    return rng.choice(words), {"type": "string", "minLength": 1}
 
 
 def _constant(rng: random.Random) -> Property:
-    return "version", {"const": rng.choice([1, 2, "v1", "draft"])}
+    return _field(rng, "state"), {"const": rng.choice(CONSTANTS)}
+
+
+def _field(rng: random.Random, kind: str) -> str:
+    """A name for a property. There are many, so that a run hardly asks the same twice, and two seeds ask otherwise."""
+    return rng.choice(word_list(f"{kind}_fields"))
 
 
 KINDS: Mapping[str, Callable[[random.Random], Property]] = {
