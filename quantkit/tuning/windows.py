@@ -67,7 +67,7 @@ def read_tuning_sources(
         progress: of self-generated sources.
 
     Raises:
-        CalibrationError: a source is missing, malformed, or has fewer than two windows.
+        CalibrationError: a source is missing, malformed, or has fewer than two windows with tokens that count.
     """
     settings = calibration or Calibration()
     tokenizer = DocumentTokenizer(model.tokenizer())
@@ -123,10 +123,12 @@ def _read(
 ) -> list[TokenizedDocument]:
     """The pieces of a source for its share of the steps and for those that judge."""
     wanted = source.share * tuning.steps * tuning.tokens_per_step * VALIDATION_SHARE / (VALIDATION_SHARE - 1)
-    pieces, _ = draw_pieces(tokenizer, source, number, round(wanted), settings, model, progress, at_most=True)
+    drawn, _ = draw_pieces(tokenizer, source, number, round(wanted), settings, model, progress, at_most=True)
+    pieces = [piece for piece in drawn if any(piece.counted)]
     if len(pieces) < 2:
         raise CalibrationError(
-            f"tuning source {source_label(source)} has {len(pieces)} windows", fix="Give it at least two"
+            f"tuning source {source_label(source)} has {len(pieces)} windows with tokens that count",
+            fix="Give it at least two",
         )
     return pieces
 
@@ -154,8 +156,7 @@ def batch(pieces: Sequence[TokenizedDocument]) -> tuple[Windows, ...]:
         for row, piece in enumerate(rows):
             token_ids[row, : len(piece.token_ids)] = torch.tensor(piece.token_ids)
             token_mask[row, : len(piece.token_ids)] = torch.tensor(piece.counted)
-        if token_mask.any():
-            batches.append(Windows(token_ids, token_mask))
+        batches.append(Windows(token_ids, token_mask))
         start += len(rows)
     return tuple(batches)
 

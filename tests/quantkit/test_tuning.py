@@ -14,12 +14,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from quantkit.checkpoint.writer import CheckpointWriter
-from quantkit.errors import RecipeError
+from quantkit.errors import CalibrationError, RecipeError
 from quantkit.pipeline import quantize_model
 from quantkit.plan import LayerPlan
 from quantkit.primitives import QuantizedWeight, choose_qparams, quantize
 from quantkit.recipe import parse_recipe
 from quantkit.scheme import PRESETS, QuantScheme
+from quantkit.source import open_source
 from quantkit.tuning.objective import backward_through_head, kl_rows
 from quantkit.tuning.optimize import rate
 from quantkit.tuning.reround import solve_layer
@@ -27,6 +28,7 @@ from quantkit.tuning.score import Score, change_error
 from quantkit.tuning.small_parameter import SmallParameter
 from quantkit.tuning.student import Student
 from quantkit.tuning.tunable_linear import CodeOffsets, TunableLinear
+from quantkit.tuning.windows import read_tuning_sources
 from quantkit.verify import verify_checkpoint
 
 SCHEMES = [QuantScheme(4, 32), QuantScheme(4, 32, symmetric=False), QuantScheme(8, -1)]
@@ -395,6 +397,32 @@ def test_error_feedback_lowers_the_error_of_the_outputs_for_given_scales() -> No
     kept = layer.codes().clone()
     solve_layer(layer, original, torch.zeros(64, 64, dtype=torch.float64))  # no column is ever active
     assert torch.equal(layer.codes(), kept)
+
+
+def _sources(model: Path, corpus: Path, sources: str) -> Any:
+    recipe = parse_recipe(
+        _recipe(model, corpus, "[{format: gptq, path: o}]").text.replace("tuning: {", f"tuning: {{sources: {sources}, ")
+    )
+    tuning = recipe.require_quantization().tuning
+    assert tuning is not None
+    return read_tuning_sources(tuning, recipe.calibration, open_source(model), lambda *_: None)
+
+
+def test_windows_without_a_token_that_counts_neither_judge_nor_teach(
+    tiny_llama_folder: Path, corpus: Path, tmp_path: Path
+) -> None:
+    chats = tmp_path / "chats.jsonl"
+    source = f"[{{kind: jsonl, path: {chats}, count: assistant}}]"
+    asked, answered = ({"role": role, "content": "a stone in the river " * 30} for role in ("user", "assistant"))
+    chats.write_text(json.dumps({"messages": [asked, answered]}) + "\n")
+    (found,) = _sources(tiny_llama_folder, corpus, source)
+    rows = [mask for part in (found.training, found.validation) for windows in part for mask in windows.token_mask]
+    assert len(rows) > 2
+    assert all(mask.any() for mask in rows)
+    asked["content"], answered["content"] = "river " * 400, "Yes."
+    chats.write_text(json.dumps({"messages": [asked, answered]}) + "\n")
+    with pytest.raises(CalibrationError, match=r"tuning source chats.jsonl has 1 windows with tokens that count"):
+        _sources(tiny_llama_folder, corpus, source)
 
 
 def test_what_cannot_be_tuned_is_refused_with_the_reason(corpus: Path) -> None:
