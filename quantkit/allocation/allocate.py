@@ -1,5 +1,7 @@
 """From a recipe with a target size to a scheme for every layer."""
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +23,7 @@ WINDOW_TOKENS = 128
 MIN_TOKENS = 16  # of a window
 
 Progress = Callable[[str, int, int], None]
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +57,13 @@ def allocate(plan: Plan, recipe: Recipe, calibration: CalibrationSet, progress: 
         progress: is called with (stage, done, total).
 
     Raises:
-        RecipeError: a unit for which no candidate is legal.
-        QuantizationError: the target is too small for every allocation.
+        RecipeError: as `check_target`.
     """
     units, legal, sizes, budget = _choices(plan, recipe)
+    largest = sum(max(sizes[unit.name]) for unit in units)
+    if largest < budget:
+        words = "the target allows %s bytes more than the largest candidates take; every layer may have its best one"
+        logger.warning(words, f"{budget - largest:,}")
     windows = choose_windows(calibration)
     table = measure_sensitivity(
         plan, units, legal, windows, progress, recipe.calibration.seed if recipe.calibration else 0
@@ -73,21 +79,19 @@ def allocate(plan: Plan, recipe: Recipe, calibration: CalibrationSet, progress: 
     return Allocation(schemes, described, predicted, final.bits_per_weight)
 
 
-def check_target(plan: Plan, recipe: Recipe) -> None:
+def check_target(plan: Plan, recipe: Recipe) -> int:
     """Raise what `allocate` would, before anything is measured, if no allocation can meet the recipe's target.
 
+    Returns:
+        Tensor bytes that the first output has at most: what the target allows, or less if the largest candidates are.
+
     Raises:
-        RecipeError: nothing to choose, or a unit for which no candidate is legal.
-        QuantizationError: the target is too small for every allocation.
+        RecipeError: nothing to choose, a unit for which no candidate is legal, or the target is too small.
     """
     target = "target_bits" if recipe.require_quantization().target_bits is not None else "target_bytes"
     with name_places(recipe, "quantization", target):
-        _check_target(plan, recipe)
-
-
-def _check_target(plan: Plan, recipe: Recipe) -> None:
-    units, _, sizes, budget = _choices(plan, recipe)
-    choose([[0.0] * len(sizes[unit.name]) for unit in units], [sizes[unit.name] for unit in units], budget)
+        units, _, sizes, budget = _choices(plan, recipe)
+    return _rest(plan, units) + min(budget, sum(max(sizes[unit.name]) for unit in units))
 
 
 def _choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, list[QuantScheme]], dict[str, list[int]], int]:
@@ -99,7 +103,32 @@ def _choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, list[Qua
             f"quantization.candidates: only {only} is left for every layer, and the target has no choice",
             keys=("quantization", "candidates"),
         )
-    return units, legal, sizes, _budget(plan, recipe.require_quantization(), units)
+    budget = _budget(plan, recipe.require_quantization(), units)
+    missing = sum(min(sizes[unit.name]) for unit in units) - budget
+    if missing > 0:
+        raise _too_small(plan, recipe.require_quantization(), missing)
+    return units, legal, sizes, budget
+
+
+def _too_small(plan: Plan, quantization: Quantization, missing: int) -> RecipeError:
+    """The error of a target that is ``missing`` bytes below the smallest candidates."""
+    if quantization.target_bytes is not None:
+        key, given, least = "target_bytes", f"{quantization.target_bytes:,}", f"{quantization.target_bytes + missing:,}"
+    else:
+        assert quantization.target_bits is not None, "a target is set"
+        key, given = "target_bits", f"{quantization.target_bits:g}"
+        bits = quantization.target_bits + 8 * (missing + 1) / _num_weights(plan)
+        least = f"{math.ceil(1000 * bits) / 1000:g}"
+    return RecipeError(
+        f"quantization.{key}: {given} is too small: the smallest candidates need {least}",
+        fix="Raise the target, or give candidates with fewer bits",
+        keys=("quantization", key),
+    )
+
+
+def _num_weights(plan: Plan) -> int:
+    """Weights of all quantized layers."""
+    return sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
 
 
 def legal_choices(plan: Plan, recipe: Recipe) -> tuple[list[Unit], dict[str, list[QuantScheme]], dict[str, list[int]]]:
@@ -165,14 +194,18 @@ def _sizes(
 
 def _budget(plan: Plan, quantization: Quantization, units: Sequence[Unit]) -> int:
     """Bytes that the units may take together."""
-    allocated = {name for unit in units for name in unit.layers}
-    of_units = sum(layer.bytes_after for layer in plan.layers if layer.name in allocated)
+    rest = _rest(plan, units)
     if quantization.target_bytes is not None:
-        return quantization.target_bytes - (plan.bytes_after - of_units)
+        return quantization.target_bytes - rest
     assert quantization.target_bits is not None, "a target is set"
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
-    fixed = sum(layer.bytes_after for layer in plan.layers) - of_units
-    return int(quantization.target_bits * weights / 8) - fixed
+    not_layers = plan.bytes_after - sum(layer.bytes_after for layer in plan.layers)
+    return int(quantization.target_bits * _num_weights(plan) / 8) - (rest - not_layers)
+
+
+def _rest(plan: Plan, units: Sequence[Unit]) -> int:
+    """Bytes of the first output outside the units, which no allocation changes."""
+    allocated = {name for unit in units for name in unit.layers}
+    return plan.bytes_after - sum(layer.bytes_after for layer in plan.layers if layer.name in allocated)
 
 
 def choose_windows(calibration: CalibrationSet) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from quantkit.allocation.allocate import allocate
+from quantkit.allocation.allocate import allocate, check_target
 from quantkit.allocation.knapsack import choose
 from quantkit.allocation.sensitivity import measure_sensitivity, rounding_error
 from quantkit.allocation.units import find_units
@@ -169,11 +170,42 @@ def test_target_bytes_counts_the_whole_checkpoint(
     assert uniform < size <= uniform + 4000
 
 
+def test_the_least_target_that_is_named_is_one_that_can_be_met(
+    tiny_models: Callable[[str], Path], make_recipe: Callable[..., Recipe]
+) -> None:
+    folder = tiny_models("llama")
+    for target in ("target_bits", "target_bytes"):
+        too_small = make_recipe(folder, f"{target}: 2")
+        with pytest.raises(RecipeError) as refused:
+            check_target(make_plan(too_small), too_small)
+        least = re.search(r"need ([\d.,]+\d)", str(refused.value))
+        assert least is not None
+        recipe = make_recipe(folder, f"{target}: {least[1].replace(',', '')}")
+        check_target(make_plan(recipe), recipe)
+
+
+def test_a_target_beyond_the_largest_candidates_plans_what_they_take(
+    tiny_models: Callable[[str], Path],
+    make_recipe: Callable[..., Recipe],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("quantkit.allocation.allocate.NUM_WINDOWS", 1)
+    candidates = "candidates: [{scheme: W4A16, group_size: 64}, {scheme: W8A16}]"
+    recipe = make_recipe(tiny_models("llama"), f"target_bits: 16\n  {candidates}")
+    plan = make_plan(recipe)
+    assert recipe.calibration is not None
+    found = allocate(plan, recipe, build_calibration(recipe.calibration, plan.source), lambda *_: None)
+    assert "more than the largest candidates take" in caplog.text
+    assert found.bits < 9
+    assert make_plan(recipe, schemes=found.schemes).bytes_after <= check_target(plan, recipe) < plan.bytes_before
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ("target_bits: 1.0", r"smallest candidates take [\d,]+ bytes and the target allows [\d,]+.*Raise the target"),
-        ("target_bytes: 100", "Raise the target"),
+        ("target_bits: 1.0", r"target_bits: 1 is too small: the smallest candidates need 4\.\d+\. Raise"),
+        ("target_bytes: 100", r"target_bytes: 100 is too small: the smallest candidates need \d{3},\d{3}\. Raise"),
         ("target_bits: 5\n  overrides: [{match: '.*', scheme: W8A16}]", "overrides decide every layer"),
         ("target_bits: 9\n  candidates: [{scheme: W8A16}, {scheme: W8A16}]", "only .* is left for every layer"),
     ],
