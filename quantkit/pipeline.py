@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from quantkit.algorithms import Algorithm, Solution, load_algorithm
 from quantkit.allocation.allocate import allocate, check_target
 from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
-from quantkit.calibration.dataset import CalibrationSet, build_calibration
+from quantkit.calibration.dataset import CalibrationSet, build_calibration, check_sources
 from quantkit.calibration.heap import return_large_blocks
 from quantkit.calibration.key_value_range import observe_keys_and_values
 from quantkit.calibration.staged_block import BlockBatch, StagedBlock
@@ -38,7 +38,7 @@ from quantkit.solve import SolvedLayer, solve_block
 from quantkit.source import ModelSource, open_model
 from quantkit.transforms.fold_block import transform_block
 from quantkit.tuning.apply import tune_checkpoint
-from quantkit.tuning.windows import TuningSource, read_tuning_sources
+from quantkit.tuning.windows import TuningSource, check_tuning_sources, read_tuning_sources
 
 Progress = Callable[[str, int, int], None]
 BATCH_TOKENS = 2048  # tokens that go through a block at once
@@ -248,6 +248,21 @@ def needed_calibration(recipe: Recipe, plan: Plan | None, files: Sequence[GgufFi
     if recipe.calibration is None:
         raise RecipeError("the recipe needs a `calibration` section")
     return recipe.calibration
+
+
+def check_data(recipe: Recipe, source: ModelSource, plan: Plan | None, files: Sequence[GgufFile]) -> None:
+    """Refuse sources of calibration and tuning that the run would refuse, as far as nothing has to be generated for it.
+
+    Raises:
+        QuantkitError: of any kind.
+    """
+    calibration = needed_calibration(recipe, plan, files)
+    tuning = recipe.quantization.tuning if recipe.quantization is not None else None
+    with name_places(recipe):
+        if calibration is not None:
+            check_sources(calibration, source)
+        if tuning is not None:
+            check_tuning_sources(tuning, recipe.calibration, source)
 
 
 def _quantize_blocks(

@@ -53,22 +53,13 @@ def quantize_command(
 
 def _show_plan(recipe: "Recipe", *, overwrite: bool, as_json: bool) -> None:
     """The plan, after everything that the run itself would refuse before its work."""
-    from quantkit.calibration.dataset import check_sources
     from quantkit.gguf_files import gguf_only_notes
-    from quantkit.pipeline import needed_calibration, plan_run
-    from quantkit.recipe import name_places
+    from quantkit.pipeline import check_data, plan_run
     from quantkit.source import open_model
-    from quantkit.tuning.windows import check_tuning_sources
 
     source = open_model(recipe)
     plan, files = plan_run(recipe, source, overwrite=overwrite, writes=False)
-    calibration = needed_calibration(recipe, plan, files)
-    tuning = recipe.quantization.tuning if recipe.quantization is not None else None
-    with name_places(recipe):
-        if calibration is not None:
-            check_sources(calibration, source)
-        if tuning is not None:
-            check_tuning_sources(tuning, recipe.calibration, source)
+    check_data(recipe, source, plan, files)
     lines = gguf_only_notes(recipe)
     document: dict[str, object] = {"model": source.name, "notes": lines}
     if plan is not None:

@@ -6,7 +6,8 @@ from typing import Any
 
 from quantkit.allocation.allocate import check_target
 from quantkit.errors import QuantkitError, RecipeError
-from quantkit.plan import Plan, make_plan
+from quantkit.pipeline import check_data
+from quantkit.plan import make_plan
 from quantkit.recipe import Quantization, Recipe, name_places, parse_recipe
 from quantkit.recipe.variants import lay_over, recipe_data, variant_text
 from quantkit.scheme import GROUP_SIZES
@@ -107,20 +108,8 @@ def _planned(name: str, data: Mapping[str, Any], source: ModelSource) -> Candida
     """The candidate with its size. Raises QuantkitError if it cannot be made."""
     variant = parse_recipe(variant_text(data), origin=name)
     plan = make_plan(variant, source)
-    quantization = variant.require_quantization()
-    if quantization.has_target:
-        check_target(plan, variant)
+    check_data(variant, source, plan, [])
+    nbytes = check_target(plan, variant) if variant.require_quantization().has_target else plan.bytes_after
     layers = sum(layer.bytes_after for layer in plan.layers)
-    nbytes = _allocated(plan, quantization, layers)
     bits = plan.bits_per_weight * (nbytes - plan.bytes_after + layers) / layers
     return Candidate(name, data, nbytes, bits)
-
-
-def _allocated(plan: Plan, quantization: Quantization, layers: int) -> int:
-    """Tensor bytes of the first output if an allocation takes all that it may."""
-    if quantization.target_bytes is not None:
-        return quantization.target_bytes
-    if quantization.target_bits is None:
-        return plan.bytes_after
-    weights = sum(layer.shape[0] * layer.shape[1] for layer in plan.layers)
-    return plan.bytes_after - layers + int(quantization.target_bits * weights / 8)

@@ -89,7 +89,7 @@ def run_trial(job: TrialJob, progress: Progress | None = None) -> dict[str, Any]
         source = open_model(job.recipe)
         model = serve(job.checkpoint, source, job.device, job.suites)
         found = screen(model, job.rounds, job.baselines, job.folder / "screening", Gates.parse(job.limits), tell)
-    except (QuantkitError, EvalError) as error:
+    except (QuantkitError, EvalError, OSError) as error:
         built, found = {}, {"status": "failed", "reason": str(error), "rounds": 0, "scores": {}}
     return {"name": job.name, **found, **built, "seconds": round(time.perf_counter() - started, 1)}
 

@@ -1,5 +1,6 @@
 """The search with a tiny model: smallest passes, second passes, none passes; resumption, budgets, refusals."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,8 @@ from quantkit.cli import main
 from quantkit.errors import CheckpointError, RecipeError
 from quantkit.pipeline import quantize_model
 from quantkit.recipe import Recipe, load_recipe, parse_recipe
+from quantkit.recipe.search import PlannedSpeed
+from quantkit.recipe.variants import at_folder, lay_over, recipe_data, variant_text
 from quantkit.search import executors
 from quantkit.search.candidates import find_candidates
 from quantkit.search.search import search
@@ -209,6 +212,37 @@ def test_a_candidate_that_cannot_be_made_is_refused_by_name(make_recipe: Callabl
     Path("r.yaml").write_text(ignored)
     line = 1 + ignored.splitlines().index(next(line for line in ignored.splitlines() if "q_proj" in line))
     with pytest.raises(RecipeError, match=rf"r.yaml:{line}:\d+: the search's candidate 'w4': .*q_proj"):
+        search(load_recipe("r.yaml"))
+    assert not Path("found").exists()
+
+
+def test_an_error_of_the_operating_system_is_a_failed_trial(
+    make_recipe: Callable[..., Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("quantkit.search.trial.quantize_model", full)
+    text = variant_text(at_folder(lay_over(recipe_data(make_recipe()), {}), tmp_path))
+    record = run_trial(TrialJob("w4", text, tmp_path, tmp_path, (), {}, {}, "cpu", 1, PlannedSpeed()))
+    assert record["status"] == "failed"
+    assert "No space left on device" in record["reason"]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        "quantization: {algorithm: {name: gptq}}, calibration: {sources: [{kind: text, path: none.txt}]}",
+        "quantization: {tuning: {sources: [{kind: text, path: none.txt}]}}",
+    ],
+)
+def test_a_candidate_whose_data_is_missing_is_refused_before_the_work(
+    make_recipe: Callable[..., Recipe], changes: str
+) -> None:
+    make_recipe()
+    text = Path("r.yaml").read_text().replace("quantization: {group_size: 64}", changes)
+    Path("r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=r"r.yaml:\d+:\d+: the search's candidate 'w4': .*none.txt"):
         search(load_recipe("r.yaml"))
     assert not Path("found").exists()
 
