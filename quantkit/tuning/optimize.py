@@ -1,5 +1,6 @@
 """The loop: passes in, gradients of the KL out, the best state by windows that never gave a gradient."""
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,8 @@ from quantkit.tuning.windows import PASS_TOKENS, TuningSource, Windows, passes
 WARMUP_STEPS = 5
 EVALUATIONS = 6  # of a run, evenly spaced
 BETAS = (0.9, 0.95)
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -78,6 +81,8 @@ class Tuner:
     def run(self, progress: Callable[[int, int], None], save: Callable[[TuningState], None] | None = None) -> None:
         """Take all steps that are left, and leave the student in the best state that was seen.
 
+        A loss that is no finite number ends it early, with a warning.
+
         Args:
             progress: is called with (steps done, all steps).
             save: is given the state after every evaluation.
@@ -87,6 +92,10 @@ class Tuner:
         progress(self.state.step, steps)
         while self.state.step < steps:
             loss = self._step(self.state.step)
+            if not math.isfinite(loss):
+                words = "tuning stops after %d steps: its loss is %s; lower learning_rate"
+                logger.warning(words, self.state.step, loss)
+                break
             self.state.step += 1
             progress(self.state.step, steps)
             if self.state.step % every == 0 or self.state.step == steps:
@@ -138,6 +147,8 @@ class Tuner:
         history = self.state.history
         first = Score.from_record(history[0]) if history else score
         ratio = score.ratio(first)
+        if not math.isfinite(ratio):  # the loss of the next step says so
+            return
         history.append({"step": self.state.step, "ratio": ratio, "loss": loss} | score.to_record())
         if ratio <= min(entry["ratio"] for entry in history) and (score is first or score.is_better_than(first)):
             self.state.best = self._snapshot(moments=False)

@@ -272,6 +272,27 @@ def test_nothing_better_leaves_the_checkpoint_as_it_was(
     assert all(torch.equal(tuned[name], untouched[name]) for name in tuned)
 
 
+def test_a_loss_that_is_no_number_ends_the_tuning_and_the_record_stays_json(
+    tiny_models: Callable[[str], Path],
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def diverge(hidden: Tensor, *rest: Any) -> tuple[float, Tensor]:
+        loss, gradient = backward_through_head(hidden, *rest)
+        return loss, gradient * float("nan")
+
+    monkeypatch.setattr("quantkit.tuning.optimize.backward_through_head", diverge)
+    recipe = _recipe(tiny_models("llama"), corpus, f"[{{format: compressed-tensors, path: {tmp_path / 'out'}}}]")
+    quantize_model(parse_recipe(recipe.text.replace("steps: 30", "steps: 3")))
+    assert "tuning stops after 1 steps: its loss is nan; lower learning_rate" in caplog.text
+    text = (tmp_path / "out" / "quantkit.json").read_text()
+    assert "NaN" not in text
+    assert [entry["step"] for entry in json.loads(text)["tuning"]["history"]] == [0]
+    verify_checkpoint(tmp_path / "out").raise_for_failure()
+
+
 def test_an_interrupted_run_goes_on_and_ends_in_the_same_bytes(
     tiny_models: Callable[[str], Path], corpus: Path, tmp_path: Path
 ) -> None:
