@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from quantkit.algorithms import Algorithm, Solution, load_algorithm
+from quantkit.algorithms import Algorithm, Solution, algorithm_of
 from quantkit.allocation.allocate import allocate, check_target
 from quantkit.calibration.activations import enter_blocks, forget_outside, forget_weights, leave_blocks
 from quantkit.calibration.dataset import CalibrationSet, build_calibration, check_sources
@@ -196,8 +196,7 @@ def _copy_the_rest(plan: Plan, writers: Sequence[CheckpointWriter], progress: Pr
 
 def _algorithm(recipe: Recipe, plan: Plan) -> Algorithm:
     """The recipe's algorithm, finding scales that every output stores."""
-    section = recipe.require_quantization().algorithm
-    algorithm = load_algorithm(section.name, section.model_dump(exclude={"name"}))
+    algorithm = algorithm_of(recipe)
 
     def solve(
         weight: Tensor, statistics: InputStatistics | None, scheme: QuantScheme, options: Any, dtype: torch.dtype

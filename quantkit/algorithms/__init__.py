@@ -20,6 +20,7 @@ from torch import Tensor
 from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.errors import RecipeError
 from quantkit.primitives import QuantizedWeight
+from quantkit.recipe import Recipe
 from quantkit.scheme import QuantScheme
 
 
@@ -62,7 +63,11 @@ class Algorithm:
     def for_layer(self, name: str) -> "Algorithm":
         """The same without what the options leave out for a layer."""
         correction = getattr(self.options, "target_correction", None)
-        if correction is None or correction.covers(name):
+        return self if correction is None or correction.covers(name) else self.without_correction()
+
+    def without_correction(self) -> "Algorithm":
+        """The same, aiming at a layer's own weight."""
+        if getattr(self.options, "target_correction", None) is None:
             return self
         options = replace(self.options, target_correction=None)
         return replace(self, options=options, wanted=replace(self.wanted, original=False))
@@ -88,3 +93,9 @@ def load_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
     except TypeError as error:
         raise RecipeError(f"algorithm {name}: {error}") from error
     return Algorithm(name, getattr(module, name), built, module.wanted(built))
+
+
+def algorithm_of(recipe: Recipe) -> Algorithm:
+    """The algorithm that a recipe names, with its options. Raises as `load_algorithm`."""
+    section = recipe.require_quantization().algorithm
+    return load_algorithm(section.name, section.model_dump(exclude={"name"}))

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from quantkit.algorithms import algorithm_of
 from quantkit.allocation.knapsack import choose
 from quantkit.allocation.sensitivity import Sensitivity, measure_sensitivity
 from quantkit.allocation.units import Unit, find_units
@@ -66,7 +67,13 @@ def allocate(plan: Plan, recipe: Recipe, calibration: CalibrationSet, progress: 
         logger.warning(words, f"{budget - largest:,}")
     windows = choose_windows(calibration)
     table = measure_sensitivity(
-        plan, units, legal, windows, progress, recipe.calibration.seed if recipe.calibration else 0
+        plan,
+        units,
+        legal,
+        windows,
+        progress,
+        algorithm_of(recipe),
+        recipe.calibration.seed if recipe.calibration else 0,
     )
     rows = [sizes[unit.name] for unit in units]
     chosen = choose([entry.kl for entry in table], rows, budget)

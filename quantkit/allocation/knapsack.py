@@ -1,7 +1,11 @@
 """One choice for every unit, at the least cost that fits: a multiple-choice knapsack, solved exactly."""
 
+import ctypes
 import itertools
-from collections.abc import Sequence
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy
 from scipy.optimize import Bounds, LinearConstraint, milp
@@ -41,13 +45,31 @@ def choose(costs: Sequence[Sequence[float]], sizes: Sequence[Sequence[int]], bud
     flat = numpy.concatenate([numpy.asarray(row, dtype=float) for row in costs])
     largest = flat.max() if flat.size and flat.max() > 0 else 1.0
     weights = numpy.concatenate([numpy.asarray(row, dtype=float) for row in sizes])
-    found = milp(
-        flat / largest,
-        integrality=numpy.ones(num_choices),
-        bounds=Bounds(0, 1),
-        constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights / budget, -numpy.inf, 1)],
-        options={"mip_rel_gap": RELATIVE_GAP, "time_limit": SECONDS},
-    )
+    with _nothing_printed():
+        found = milp(
+            flat / largest,
+            integrality=numpy.ones(num_choices),
+            bounds=Bounds(0, 1),
+            constraints=[LinearConstraint(one_each, 1, 1), LinearConstraint(weights / budget, -numpy.inf, 1)],
+            options={"mip_rel_gap": RELATIVE_GAP, "time_limit": SECONDS},
+        )
     if found.x is None:
         raise QuantizationError(f"the allocation of bits was not solved: {found.message}")
     return [int(numpy.argmax(found.x[start:stop])) for start, stop in itertools.pairwise(starts)]
+
+
+@contextmanager
+def _nothing_printed() -> Iterator[None]:
+    """Keep C code from writing to standard output: HiGHS does now and then, and a command's result stands there."""
+    library = ctypes.CDLL(None)
+    sys.stdout.flush()
+    library.fflush(None)
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        library.fflush(None)  # what it has in its own buffer goes nowhere too
+        os.dup2(kept, 1)
+        os.close(kept)

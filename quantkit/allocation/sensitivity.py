@@ -5,7 +5,13 @@ has mean zero and, by Fisher's identity, a second moment that is twice the KL th
 
     KL(D) = 1/2 E[<gradient, D>^2]     D: quantized - original weights of a unit, gradient of one sampled window
 
-So one backward pass a window serves all units and all candidates, and nothing is quantized and served to measure it.
+So one backward pass a window serves all units and all candidates, and no candidate is served to measure it. D is what
+the recipe's algorithm leaves on the original model's inputs: error feedback takes most of the harm out of a few columns
+that rounding to nearest spoils, so its sensitivities would choose other layers.
+
+Such a mean of squares of one number a window is noisy (a seventh of it with 96 windows), and candidates of one unit are
+told apart by less. Each candidate's error at the layer's outputs, tr(D E[x x^T] D^T), has no such noise; so a unit's KL
+for each unit of that error is averaged over its candidates, and a candidate has that factor times its own error.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,14 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from quantkit.algorithms.scale_search import search_qparams
+from quantkit.algorithms import Algorithm, load_algorithm
 from quantkit.allocation.units import Unit
-from quantkit.calibration.activations import enter_with_gradients, run_head
+from quantkit.calibration.activations import HELD_OUT_EVERY, enter_with_gradients, run_head
+from quantkit.calibration.statistics import InputStatistics, Wanted
 from quantkit.plan import Plan
-from quantkit.primitives import dequantize, quantize
 from quantkit.scheme import QuantScheme
 
-STATISTICS_WINDOWS = 16  # of them, for the size of each layer's inputs
 ERROR_DTYPE = torch.bfloat16  # in which the errors of all candidates are kept
 
 
@@ -43,14 +48,23 @@ class Sensitivity:
 
 
 class _Observed(nn.Module):
-    """A linear layer that notes how its weight's gradient lies to some given changes of the weight."""
+    """A linear layer that collects its inputs, then notes how its gradient lies to given changes of the weight.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Attributes:
+        statistics: of the inputs, collected without gradients; None once the errors are known.
+        is_held_out: whether the present window only judges.
+        errors: [N, K] for each candidate.
+        output_errors: mean square of what each adds to a token's outputs, summed over the outputs.
+        products: of the last backward pass, gradient times error.
+    """
+
+    def __init__(self, linear: nn.Linear, statistics: InputStatistics) -> None:
         super().__init__()
         self.linear = linear
-        self.square = torch.zeros(linear.in_features)
-        self.tokens = 0
+        self.statistics: InputStatistics | None = statistics
+        self.is_held_out = False
         self.errors: list[Tensor] = []
+        self.output_errors: list[float] = []
         self.products: list[float] = []
         self.in_features, self.out_features = linear.in_features, linear.out_features
 
@@ -59,10 +73,8 @@ class _Observed(nn.Module):
         return self.linear.weight
 
     def forward(self, x: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            rows = x.reshape(-1, self.in_features)
-            self.square += rows.square().sum(0)
-            self.tokens += len(rows)
+        if self.statistics is not None:
+            self.statistics.add(x, held_out=torch.full(x.shape[:-1], self.is_held_out))
             result: Tensor = self.linear(x)
             return result
         product: Tensor = _Product.apply(x, self)
@@ -91,18 +103,21 @@ def measure_sensitivity(
     candidates: Mapping[str, Sequence[QuantScheme]],
     token_ids: Sequence[Tensor],
     progress: Callable[[str, int, int], None],
+    algorithm: Algorithm,
     seed: int = 0,
 ) -> list[Sensitivity]:
     """Estimate the KL of every candidate of every unit.
 
-    The whole model is in memory in float32, and for each candidate one number of two bytes for each weight.
+    The whole model is in memory in float32, for each candidate one number of two bytes for each weight, and first for
+    each layer the second moment of its inputs.
 
     Args:
         plan: of the model, whose parameters are on meta; they are on meta again afterwards.
         units: of layers of the plan.
         candidates: unit name -> the schemes to try.
-        token_ids: windows, each [T] int64; some of them also give the size of the layers' inputs.
+        token_ids: windows, each [T] int64.
         progress: is called with (stage, done, total).
+        algorithm: rounds, without a correction of its target.
         seed: of the sampled answers.
 
     Source: own; the identity is that of the Fisher information matrix (arXiv:1412.1193, section 5). Deviation from
@@ -112,18 +127,16 @@ def measure_sensitivity(
     plan.source.materialize(model, prefix="", dtype=torch.float32)
     for value in model.parameters():
         value.requires_grad_(False)
-    observed = _put_observers(model, [name for unit in units for name in unit.layers])
+    algorithm = algorithm.without_correction()
+    observed = _put_observers(model, [name for unit in units for name in unit.layers], algorithm)
     with torch.no_grad():
-        for ids in token_ids[:: max(1, len(token_ids) // STATISTICS_WINDOWS)]:
+        for number, ids in enumerate(token_ids, start=1):
+            for layer in observed.values():
+                layer.is_held_out = number % HELD_OUT_EVERY == 0
             model(ids.unsqueeze(0), use_cache=False, logits_to_keep=1)
     for number, unit in enumerate(units):
         for name in unit.layers:
-            layer = observed[name]
-            mean_square = layer.square / max(layer.tokens, 1)
-            layer.errors = [
-                rounding_error(layer.weight, mean_square, scheme, plan.scale_dtype).to(ERROR_DTYPE)
-                for scheme in candidates[unit.name]
-            ]
+            _round(observed[name], candidates[unit.name], algorithm, plan.scale_dtype)
         progress("round", number + 1, len(units))
     generator = torch.Generator().manual_seed(seed)
     sums: dict[str, list[list[float]]] = {unit.name: [] for unit in units}
@@ -138,14 +151,26 @@ def measure_sensitivity(
     for name, layer in observed.items():
         _replace(model, name, layer.linear)
     model.to("meta")
-    return [_summarise(unit, torch.tensor(sums[unit.name], dtype=torch.float64)) for unit in units]
+    found = []
+    for unit in units:
+        errors = torch.tensor([observed[name].output_errors for name in unit.layers], dtype=torch.float64).sum(0)
+        found.append(_summarise(unit, torch.tensor(sums[unit.name], dtype=torch.float64), errors))
+    return found
 
 
-def rounding_error(weight: Tensor, mean_square: Tensor, scheme: QuantScheme, scale_dtype: torch.dtype) -> Tensor:
-    """[N, K] float32: what rounding to the nearest code adds, with scales searched by the size of the inputs."""
-    scale, zero_point = search_qparams(weight, mean_square, scheme, scale_dtype)
-    codes = quantize(weight, scale, scheme, zero_point)
-    return dequantize(codes, scale, zero_point) - weight
+def _round(layer: _Observed, schemes: Sequence[QuantScheme], algorithm: Algorithm, scale_dtype: torch.dtype) -> None:
+    """Fill in the layer's errors for each scheme, and forget its inputs."""
+    statistics = layer.statistics
+    assert statistics is not None
+    hessian = statistics.hessian().float() if statistics.num_tokens else torch.zeros(1)
+    if not statistics.num_tokens:  # an expert that no token reaches
+        algorithm = load_algorithm("rtn")
+    for scheme in schemes:
+        solution = algorithm.solve(layer.weight, statistics, scheme, algorithm.options, scale_dtype)
+        error = solution.weight.dequantize() - layer.weight
+        layer.output_errors.append(float(((error @ hessian) * error).sum()) if statistics.num_tokens else 0.0)
+        layer.errors.append(error.to(ERROR_DTYPE))
+    layer.statistics = None
 
 
 def _backward(plan: Plan, token_ids: Tensor, generator: torch.Generator) -> None:
@@ -167,12 +192,13 @@ def _backward(plan: Plan, token_ids: Tensor, generator: torch.Generator) -> None
     logits.log_softmax(-1).gather(1, answers).sum().backward()
 
 
-def _put_observers(model: nn.Module, names: Sequence[str]) -> dict[str, _Observed]:
+def _put_observers(model: nn.Module, names: Sequence[str], algorithm: Algorithm) -> dict[str, _Observed]:
     observed = {}
+    wanted = algorithm.wanted | Wanted(gram=True)
     for name in names:
         module = model.get_submodule(name)
         assert isinstance(module, nn.Linear)
-        observed[name] = _Observed(module)
+        observed[name] = _Observed(module, InputStatistics(module.in_features, wanted))
         _replace(model, name, observed[name])
     return observed
 
@@ -182,7 +208,8 @@ def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
     setattr(model.get_submodule(parent), leaf, module)
 
 
-def _summarise(unit: Unit, per_window: Tensor) -> Sensitivity:
-    """Mean over the windows, [W, F] nats a token, and its standard error."""
-    error = per_window.std(0) / len(per_window) ** 0.5 if len(per_window) > 1 else torch.full_like(per_window[0], 0)
-    return Sensitivity(unit, tuple(per_window.mean(0).tolist()), tuple(error.tolist()))
+def _summarise(unit: Unit, per_window: Tensor, output_errors: Tensor) -> Sensitivity:
+    """KL of each candidate and its standard error, from [W, F] nats a token of the windows and [F] output errors."""
+    factors = torch.where(output_errors > 0, per_window / output_errors.clamp(min=1e-300), 0.0).mean(1)
+    error = factors.std() / len(factors) ** 0.5 if len(factors) > 1 else torch.zeros(())
+    return Sensitivity(unit, tuple((factors.mean() * output_errors).tolist()), tuple((error * output_errors).tolist()))

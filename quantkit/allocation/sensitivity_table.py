@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+from quantkit.algorithms import algorithm_of
 from quantkit.allocation.allocate import choose_windows, legal_choices
 from quantkit.allocation.sensitivity import measure_sensitivity
 from quantkit.calibration.dataset import build_calibration
@@ -33,7 +34,7 @@ def sensitivity_table(recipe: Recipe, progress: Progress) -> dict[str, Any]:
     section = recipe.calibration or Calibration()
     with name_places(recipe):
         windows = choose_windows(build_calibration(section, plan.source, progress))
-    measured = measure_sensitivity(plan, units, legal, windows, progress, section.seed)
+    measured = measure_sensitivity(plan, units, legal, windows, progress, algorithm_of(recipe), section.seed)
     smallest = [min(zip(sizes[entry.unit.name], entry.kl, strict=True))[1] for entry in measured]
     total = sum(smallest)
     rows: list[dict[str, Any]] = []

@@ -1,5 +1,6 @@
 """Allocation of bits: the estimate against a measured KL, the knapsack against all combinations, the checkpoint."""
 
+import ctypes
 import itertools
 import json
 import re
@@ -8,18 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import scipy.optimize
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from quantkit.algorithms import load_algorithm
 from quantkit.allocation.allocate import allocate, check_target
 from quantkit.allocation.knapsack import choose
-from quantkit.allocation.sensitivity import measure_sensitivity, rounding_error
+from quantkit.allocation.sensitivity import measure_sensitivity
 from quantkit.allocation.units import find_units
 from quantkit.calibration.dataset import build_calibration
 from quantkit.errors import QuantizationError, RecipeError
 from quantkit.pipeline import quantize_model
 from quantkit.plan import make_plan
+from quantkit.primitives import choose_qparams, dequantize, quantize
 from quantkit.recipe import Recipe, parse_recipe
 from quantkit.scheme import QuantScheme
 from quantkit.verify import verify_checkpoint
@@ -69,6 +73,19 @@ def test_the_knapsack_finds_what_trying_everything_finds(seed: int) -> None:
     assert of(costs, chosen) == pytest.approx(best, rel=1e-3)
 
 
+def test_the_solver_writes_nothing_where_a_result_stands(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def talk(*args: Any, **kwargs: Any) -> Any:
+        ctypes.CDLL(None).puts(b"HighsMipSolverData::transformNewIntegerFeasibleSolution")
+        return scipy.optimize.milp(*args, **kwargs)
+
+    monkeypatch.setattr("quantkit.allocation.knapsack.milp", talk)
+    assert choose([[2.0, 1.0]], [[1, 2]], 2) == [1]
+    print("result")
+    assert capfd.readouterr().out == "result\n"
+
+
 def test_a_budget_below_the_smallest_is_an_error_with_both_numbers() -> None:
     with pytest.raises(QuantizationError, match="take 30 bytes and the target allows 29"):
         choose([[1.0, 0.5], [1.0, 0.5]], [[10, 20], [20, 30]], 29)
@@ -98,14 +115,16 @@ def test_the_estimate_is_the_measured_kl_of_small_errors(
     windows = list(build_calibration(recipe.calibration, plan.source).token_ids)[:32]
     units = find_units(list(plan.layers))
     eight = QuantScheme(8, -1)  # small errors: the estimate is the second order of the KL
-    table = measure_sensitivity(plan, units, {unit.name: [eight] for unit in units}, windows, lambda *_: None)
+    candidates = {unit.name: [eight] for unit in units}
+    table = measure_sensitivity(plan, units, candidates, windows, lambda *_: None, load_algorithm("rtn"))
     assert next(plan.model.parameters()).is_meta
     reader = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     for entry in table[::3]:
         changes = {}
         for name in entry.unit.layers:
             weight = reader.get_submodule(name).weight.detach()
-            changes[name] = rounding_error(weight, torch.ones(weight.shape[1]), eight, torch.float32)
+            scale, _ = choose_qparams(weight, eight, torch.float32)
+            changes[name] = dequantize(quantize(weight, scale, eight), scale) - weight
         measured = _measured_kl(reader, changes, windows)
         assert entry.kl[0] == pytest.approx(measured, abs=5 * entry.standard_error[0] + 0.1 * measured)
         assert entry.standard_error[0] < 0.6 * entry.kl[0]
