@@ -250,7 +250,12 @@ def test_a_second_evaluation_into_the_same_folder_is_refused(model: Path) -> Non
             "r.yaml:10:3: quantization splits a unit",
         ),
         ("scheme: W4A16", "scheme: W4A16\n  group_size: 128", 2, "r.yaml:9:3: quantization.group_size: 128 does not"),
-        ("scheme: W4A16", "scheme: W4A16\n  target_bits: 1.5", 1, "r.yaml:9:3: the smallest candidates take"),
+        (
+            "scheme: W4A16",
+            "scheme: W4A16\n  target_bits: 1.5",
+            2,
+            "r.yaml:9:3: quantization.target_bits: 1.5 is too small: the smallest candidates need",
+        ),
     ],
 )
 def test_what_only_the_model_can_tell_names_the_line(model: Path, old: str, new: str, code: int, place: str) -> None:
